@@ -17,9 +17,18 @@ import torch
 _ALIGNMENT = 16  # bytes; no kernel reads wider
 
 
-def packed_bytes(arrays: Sequence[npt.NDArray[Any]]) -> int:
-    """Bytes that arrays take behind each other."""
+def packed_bytes(arrays: Sequence[npt.NDArray[Any] | torch.Tensor]) -> int:
+    """Bytes that arrays or tensors take behind each other."""
     return sum(array.nbytes + -array.nbytes % _ALIGNMENT for array in arrays)
+
+
+def views_of(buffer: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What lies behind each other in a uint8 buffer, as tensors of these shapes and dtypes."""
+    found, start = [], 0
+    for like in likes:
+        found.append(buffer[start : start + like.nbytes].view(like.dtype).view(like.shape))
+        start += like.nbytes + -like.nbytes % _ALIGNMENT
+    return found
 
 
 def to_device(
@@ -36,14 +45,13 @@ def to_device(
         return [torch.from_numpy(array) for array in arrays]
     # The allocator of pinned memory gives none out again before the copies from it are done.
     host = torch.empty(packed_bytes(arrays), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    flat, start, places = host.numpy(), 0, []
+    flat, start = host.numpy(), 0
     for array in arrays:
-        places.append(slice(start, start + array.nbytes))
-        flat[places[-1]] = np.ascontiguousarray(array).view(np.uint8)
+        flat[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
         start += array.nbytes + -array.nbytes % _ALIGNMENT
     buffer = torch.empty_like(host, device=device, pin_memory=False) if into is None else into[: len(host)]
     buffer.copy_(host, non_blocking=True)
-    return [buffer[at].view(torch.from_numpy(array).dtype) for at, array in zip(places, arrays, strict=True)]
+    return views_of(buffer, [torch.from_numpy(array) for array in arrays])
 
 
 def record_event(device: torch.device, *, timing: bool = False) -> torch.cuda.Event | None:

@@ -54,7 +54,7 @@ from medha.sched.cdsp import Planner
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
-from medha.worker.graphs import CudaGraphs, graph_sizes, piece_sizes
+from medha.worker.graphs import CudaGraphs, graph_sizes
 from medha.worker.runner import Runner
 from medha.worker.shard import (
     ModelShard,
@@ -196,8 +196,7 @@ def _build(config: EngineConfig, job: Job | None, timeline: Tracer | None) -> Ra
         job.monitor.waits_for = lambda: runner.recorder.waits_for
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
-        batches = graph_sizes(config.scheduler.max_num_seqs), piece_sizes(config.scheduler.max_batch_tokens)
-        runner.capture(CudaGraphs(device, is_alone=shard.tp == 1), *batches)
+        runner.capture(CudaGraphs(device, is_alone=shard.tp == 1), *graph_sizes(config.scheduler))
     has_instances = config.parallel.decode_replicas > 0
     lanes = has_instances or config.scheduler.scheduler == CDSP  # prefills and decodes are in different groups
     if lanes and not has_instances:

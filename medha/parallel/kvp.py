@@ -17,7 +17,7 @@ outputs of a rank's head.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial, reduce
 from itertools import groupby
@@ -27,15 +27,14 @@ import torch
 import torch.distributed as dist
 
 from medha.attention.merge import Partial, merge_partials
+from medha.attention.staging import packed_bytes, views_of
 from medha.batch import Batch
 from medha.cpu.decoder import PackedLinear
 from medha.parallel.shared_memory import MOST_BYTES, SharedMemory
 from medha.parallel.spp import Digests, check_digest
 
 Tensors = Sequence[tuple[int, torch.Tensor]]
-"""Tensors, each with the rank, or group, that it goes to or comes from."""
-
-_ALIGNMENT = 16  # bytes
+"""Tensors, each with the group that it goes to or comes from."""
 
 
 class Shared(NamedTuple):
@@ -81,35 +80,37 @@ class Merge:
             What waits for the other groups and merges: the output [T, N, H] of each span over the whole context.
             PlanDivergenceError where a rank of a span merges other rows, if they are compared.
         """
-        digests, sends, receives, arriving = [], [], [], dict[int, Callable[[], torch.Tensor]]()
+        digests, sends, receives = [], [], []
+        arriving: list[tuple[int, list[torch.Tensor], Callable[[], torch.Tensor]]] = []
         for group in sorted({group for shared, _ in parts for group in shared.groups} - {self.own}):
-            spans, told = zip(*[(shared, part) for shared, part in parts if group in shared.groups], strict=True)
-            rank, size = self.ranks[group], sum(map(_size, told))
+            told = [tensor for shared, part in parts if group in shared.groups for tensor in part]
+            rank, size = self.ranks[group], packed_bytes(told)
             if compare:
+                spans = [shared for shared, _ in parts if group in shared.groups]
                 meant = spans[0]._replace(digest=reduce(_joined, [shared.digest for shared in spans]))
                 digests.append((meant, group, self._compare(meant, rank)))
             memory = self.memory if size <= MOST_BYTES else None
-            mine = told[0][0].new_empty(size, dtype=torch.uint8)
-            for views, part in zip(_views(mine, told), told, strict=True):
-                for view, values in zip(views, part, strict=True):
-                    view.copy_(values)
+            mine = told[0].new_empty(size, dtype=torch.uint8)
+            for view, values in zip(views_of(mine, told), told, strict=True):
+                view.copy_(values)
             if memory is None:
                 theirs = torch.empty_like(mine)
-                arriving[group] = theirs.contiguous  # itself
-                sends.append((rank, mine))
-                receives.append((rank, theirs))
+                arriving.append((group, told, theirs.contiguous))  # itself
+                sends.append((group, mine))
+                receives.append((group, theirs))
             else:
                 memory.put(rank, mine)
-                arriving[group] = partial(memory.receive, rank, size)
-        wait = exchange(self.group, sends, receives)
+                arriving.append((group, told, partial(memory.receive, rank, size)))
+        wait = self.exchange(sends, receives)
 
         def result() -> list[torch.Tensor]:
             for meant, group, received in digests:
                 meant.check(group, received())
             wait()
-            found = {self.own: iter([part for _, part in parts])}
-            for group, message in arriving.items():
-                found[group] = iter(_views(message(), [part for shared, part in parts if group in shared.groups]))
+            found: dict[int, Iterator[Partial]] = {self.own: iter([part for _, part in parts])}
+            for group, likes, message in arriving:
+                views = views_of(message(), likes)
+                found[group] = zip(views[::2], views[1::2], strict=True)
             its_parts = ([next(found[group]) for group in shared.groups] for shared, _ in parts)
             by_kernel = self.memory is not None  # where all ranks have the CPU's own
             return [merge_partials(some, by_kernel=by_kernel)[0] for some in its_parts]
@@ -162,25 +163,25 @@ class Merge:
         memory.put(rank, ours)
         return lambda: memory.receive(rank, ours.nbytes).view(ours.dtype).tolist()
 
+    def exchange(self, sends: Tensors, receives: Tensors) -> Callable[[], None]:
+        """Begin to send tensors to other groups and to receive them from these; what is returned waits for all of
+        it."""
+        ops = [dist.P2POp(dist.irecv, tensor, self.ranks[group], self.group) for group, tensor in receives]
+        ops += [dist.P2POp(dist.isend, tensor, self.ranks[group], self.group) for group, tensor in sends]
+        works = dist.batch_isend_irecv(ops) if ops else []
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            ops.clear()  # what is sent has to live so long
+
+        return wait
+
     def warm(self, device: torch.device) -> None:
         """Use the communicator once; the rank of every KV-parallel group calls it."""
         shared = Shared(-1, range(len(self.ranks)), slice(0), 0)
         empty = torch.zeros(1, 1, 2, dtype=torch.float32, device=device)
         self.start([(shared, (empty, empty[..., 0]))], compare=True)()
-
-
-def exchange(group: dist.ProcessGroup, sends: Tensors, receives: Tensors) -> Callable[[], None]:
-    """Begin to send tensors to ranks and to receive them from ranks; what is returned waits for all of it."""
-    ops = [dist.P2POp(dist.irecv, tensor, rank, group) for rank, tensor in receives]
-    ops += [dist.P2POp(dist.isend, tensor, rank, group) for rank, tensor in sends]
-    works = dist.batch_isend_irecv(ops) if ops else []
-
-    def wait() -> None:
-        for work in works:
-            work.wait()
-        ops.clear()  # what is sent has to live so long
-
-    return wait
 
 
 def shared_rows(batch: Batch, *, dealt: bool = False) -> list[Shared]:
@@ -213,20 +214,3 @@ def shared_draws(batch: Batch) -> list[SharedDraw]:
 def _joined(digest: int, following: int) -> int:
     """One digest of two, which in the other order is another."""
     return (31 * digest + following) % (1 << 32)
-
-
-def _size(partial: Partial) -> int:
-    """Bytes of a part in a message: output, then log-sum-exp."""
-    size = partial[0].nbytes + partial[1].nbytes
-    return size + -size % _ALIGNMENT
-
-
-def _views(message: torch.Tensor, likes: Sequence[Partial]) -> list[Partial]:
-    """The output and log-sum-exp of each part of a message, of these shapes."""
-    found, start = list[Partial](), 0
-    for out_TNH, lse_TN in likes:
-        middle = start + out_TNH.nbytes
-        out, lse = message[start:middle], message[middle : middle + lse_TN.nbytes]
-        found.append((out.view(out_TNH.dtype).view(out_TNH.shape), lse.view(lse_TN.dtype).view(lse_TN.shape)))
-        start += _size((out_TNH, lse_TN))
-    return found

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from medha.attention.merge import Partial, merge_partials
-from medha.parallel.kvp import Merge, Shared, Tensors, exchange
+from medha.parallel.kvp import Merge, Shared
 
 
 def buffer_of(buffers: list[torch.Tensor], number: int, size: int) -> torch.Tensor:
@@ -32,59 +32,45 @@ def buffer_of(buffers: list[torch.Tensor], number: int, size: int) -> torch.Tens
 
 class Ring:
     """Rings over runs of KV-parallel groups, those of ``merge``, for blocks of the dtype and on the device of
-    ``like``."""
+    ``like``. Within ``waiting`` this rank waits for another."""
 
-    def __init__(self, merge: Merge, like: torch.Tensor) -> None:
-        self._group, self._digests, self._ranks, self._own = merge.group, merge.digests, merge.ranks, merge.own
+    def __init__(self, merge: Merge, like: torch.Tensor, waiting: Callable[[], AbstractContextManager[object]]) -> None:
+        self._merge, self._waiting = merge, waiting
         self.buffers = [like.new_empty(0), like.new_empty(0)]
 
     def attend(
-        self,
-        shared: Shared,
-        block: torch.Tensor,
-        sizes: Sequence[int],
-        attend: Callable[[int, torch.Tensor], Partial],
-        *,
-        compare: bool,
-        waiting: Callable[[], AbstractContextManager[object]],
+        self, shared: Shared, sizes: Sequence[int], attend: Callable[[int, torch.Tensor], Partial], *, compare: bool
     ) -> torch.Tensor:
-        """Attention of this rank's tokens over the blocks of the whole run; every rank of it calls this, the runs in
-        ascending order.
+        """Attention of this rank's tokens over the blocks of the whole run; every rank of it calls this with its own
+        block in buffer 0, the runs in ascending order.
 
         Args:
             shared: the rows.
-            block: this rank's, in buffer 0.
             sizes: numbers of each block, in the order of the run.
             attend: partial attention of this rank's tokens over the block of a member of the run: out [T, N, H] and
                 lse [T, N], natural logarithm, float32, -inf where a token sees none of its keys.
             compare: whether the digests of the rows are exchanged too; once a batch.
-            waiting: within, this rank waits for another.
 
         Raises:
             PlanDivergenceError: the rank behind deals other rows, if they are compared.
         """
-        groups, count, index = shared.groups, len(shared.groups), shared.groups.index(self._own)
-        previous, following = (self._ranks[groups[(index + step) % count]] for step in (-1, 1))
+        merge, groups, count = self._merge, shared.groups, len(shared.groups)
+        index = groups.index(merge.own)
+        previous, following = groups[index - 1], groups[(index + 1) % count]
         if compare:
-            digest = self._digests.post(previous)
-            self._digests.send(shared.batch_id, shared.digest, following)
-        partials: list[Partial] = []
+            digest = merge.digests.post(merge.ranks[previous])
+            merge.digests.send(shared.batch_id, shared.digest, merge.ranks[following])
+        partials, block = list[Partial](), buffer_of(self.buffers, 0, sizes[index])
         for step in range(count):
             owner, wait = (index - step) % count, None
             if step + 1 < count:
                 arriving = buffer_of(self.buffers, step + 1, sizes[owner - 1])
-                wait = exchange(self._group, [(following, block)], [(previous, arriving)])
+                wait = merge.exchange([(following, block)], [(previous, arriving)])
             partials.append(attend(owner, block))
-            with waiting():
+            with self._waiting():
                 if compare and step == 0:
-                    shared.check(groups[index - 1], digest())
+                    shared.check(previous, digest())
                 if wait is not None:
                     wait()
                     block = arriving
         return merge_partials(partials)[0]
-
-    def move(self, sends: Tensors, receives: Tensors) -> Callable[[], None]:
-        """Begin to send history to some groups and to receive it from others, in the order of the shifts; what is
-        returned waits for all of it."""
-        going, coming = ([(self._ranks[group], tensor) for group, tensor in some] for some in (sends, receives))
-        return exchange(self._group, going, coming)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,8 @@ from medha.attention.staging import beside, record_event
 from medha.batch import Batch, Row
 from medha.errors import PlanDivergenceError
 from medha.parallel.control import Sends, post_receive
+from medha.parallel.mesh import Ranks
+from medha.parallel.tp import all_gather_over
 
 _DIGESTS_TAG = 3  # the report group's others are in medha/engine/wire.py
 _DIGESTS_IN_FLIGHT = 64
@@ -63,61 +64,51 @@ def check_digest(ours: list[int], theirs: list[int], what: str) -> None:
         raise PlanDivergenceError(f"batch {ours[0]}: {there}, this one has {ours[0]} with {ours[1]:08x}")
 
 
-@dataclass(eq=False, repr=False)
 class StagePipe:
-    """The two ends of one stage's pipe, for hidden states [T, ``dim``].
+    """The two ends of one stage's pipe, for hidden states [T, ``dim``] of the dtype and on the device of ``like``.
 
-    The buffer of a receive is kept and used again at the next one's end.
+    The buffer of a receive is kept and used again at the next one's end; ``num_buffers`` sends are kept in flight.
     """
 
-    group: dist.ProcessGroup  # of the device's backend
-    digests: Digests
-    _: KW_ONLY
-    previous: int | None  # global ranks of the neighbours, None at an end of the pipeline
-    following: int | None
-    dim: int
-    dtype: torch.dtype
-    device: torch.device
-    num_buffers: InitVar[int]  # sends that are kept in flight
-    tp: int = 1
-    tp_rank: int = 0
-    # puts [1, W] of every tensor-parallel rank side by side: medha.parallel.tp.all_gather_over; None where there is one
-    all_gather: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    def __post_init__(self, num_buffers: int) -> None:
+    def __init__(self, ranks: Ranks, digests: Digests, like: torch.Tensor, *, dim: int, num_buffers: int) -> None:
+        self.digests, self._device, self._like, self._dim = digests, like.device, like, dim
+        self._group, self._tp, self._tp_rank = ranks.pipe_group, ranks.layout.tp, ranks.tp_rank
+        # global ranks of the neighbours, None at an end of the pipeline
+        self._previous, self._following = ranks.neighbour(-1), ranks.neighbour(1)
+        # puts [1, W] of every tensor-parallel rank side by side
+        self._all_gather = all_gather_over(ranks.tp_group) if self._tp > 1 else None
         self._receives = deque[tuple[Callable[[], list[int]], Callable[[], torch.Tensor]]]()  # digest, slice [1, W]
         self._received: torch.Tensor | None = None  # the slice that came last
-        self._sends = Sends(self.group, 0, num_buffers)
+        self._sends = Sends(self._group, 0, num_buffers)
         # with what to wait for before they are written
         self._free_receives: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
-        self._like = torch.empty(0, dtype=self.dtype, device=self.device)
-        self._aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._aside = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def warm(self) -> None:
         """Pass a token on once: a pair's communicator is made when it is first used. Every rank calls it."""
         self.post(_WARMING)
-        x_TD = self._like.new_zeros(1, self.dim) if self.previous is None else self.receive(_WARMING)
-        if self.following is not None:
+        x_TD = self._like.new_zeros(1, self._dim) if self._previous is None else self.receive(_WARMING)
+        if self._following is not None:
             self.send(_WARMING, x_TD)
 
     def post(self, batch: Batch) -> None:
         """Post the receive of a batch's hidden states, on CUDA of its digest alone; batches are posted in the order in
         which they run."""
-        if self.previous is not None:
+        if self._previous is not None:
             width = self._width(batch)
             part = self._post_slice(width) if self._aside is None else lambda: self._post_slice(width)()
-            self._receives.append((self.digests.post(self.previous), part))
+            self._receives.append((self.digests.post(self._previous), part))
 
     def _post_slice(self, width: int) -> Callable[[], torch.Tensor]:
-        assert self.previous is not None, "the first stage receives no hidden states"
+        assert self._previous is not None, "the first stage receives no hidden states"
         free, used = self._free_receives.pop() if self._free_receives else (None, None)
-        if free is not None and free.untyped_storage().nbytes() >= width * self.dtype.itemsize:
+        if free is not None and free.untyped_storage().nbytes() >= width * self._like.itemsize:
             slice_1W = free.as_strided((1, width), (width, 1), 0)
         else:  # a smaller one is dropped, so their number does not grow
             slice_1W = self._like.new_empty(1, width)
-            used = record_event(self.device)  # whoever had this memory before may still use it
+            used = record_event(self._device)  # whoever had this memory before may still use it
         with beside(self._aside, used):
-            return post_receive(slice_1W, self.previous, self.group, 0)
+            return post_receive(slice_1W, self._previous, self._group, 0)
 
     def receive(self, batch: Batch) -> torch.Tensor:
         """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them: on CUDA the host
@@ -126,10 +117,10 @@ class StagePipe:
         check_digest([batch.batch_id, batch.digest()], digest(), "the stage before ran")
         part = posted()
         if self._received is not None:
-            self._free_receives.append((self._received, record_event(self.device)))
+            self._free_receives.append((self._received, record_event(self._device)))
         self._received = part
-        whole = part if self.all_gather is None else self.all_gather(part)
-        return whole.view(-1)[: batch.num_tokens * self.dim].view(batch.num_tokens, self.dim)
+        whole = part if self._all_gather is None else self._all_gather(part)
+        return whole.view(-1)[: batch.num_tokens * self._dim].view(batch.num_tokens, self._dim)
 
     def reserve(self) -> None:
         """Wait until a send can begin at once: for the oldest one when so many are in flight."""
@@ -137,14 +128,14 @@ class StagePipe:
 
     def send(self, batch: Batch, x_TD: torch.Tensor) -> None:
         """Send this rank's slice of the hidden states of a batch on; returns at once after :meth:`reserve`."""
-        assert self.following is not None, "the last stage sends no hidden states"
+        assert self._following is not None, "the last stage sends no hidden states"
         width = self._width(batch)
         slice_1W = self._like.new_empty(1, width)
-        own = x_TD.flatten()[self.tp_rank * width : (self.tp_rank + 1) * width]  # less at the end, if it is not even
+        own = x_TD.flatten()[self._tp_rank * width : (self._tp_rank + 1) * width]  # less at the end, if it is not even
         slice_1W[0, : len(own)].copy_(own)
-        self.digests.send(batch.batch_id, batch.digest(), self.following)
-        self._sends.add(slice_1W, self.following)
+        self.digests.send(batch.batch_id, batch.digest(), self._following)
+        self._sends.add(slice_1W, self._following)
 
     def _width(self, batch: Batch) -> int:
         """Numbers of a rank's slice of a batch."""
-        return -(-batch.num_tokens * self.dim // self.tp)
+        return -(-batch.num_tokens * self._dim // self._tp)

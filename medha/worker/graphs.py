@@ -24,12 +24,13 @@ import numpy.typing as npt
 import torch
 
 from medha.attention.flashinfer_backend import FixedDecodes, FlashInferBackend
-from medha.attention.interface import AttentionRows, LayerShape
+from medha.attention.interface import AttentionRows
 from medha.attention.staging import packed_bytes, to_device
 from medha.batch import Batch
+from medha.config import SchedulerConfig
 from medha.errors import ConfigError
 from medha.models.decoder import Decoder, LayerAttendFn
-from medha.models.layers import cos_sin
+from medha.models.layers import cos_sin, inverse_frequencies
 from medha.worker.kv_cache import KVCache
 from medha.worker.sampling import Greedy, likeliest
 from medha.worker.step_input import StepInput
@@ -113,21 +114,15 @@ class _Graph(NamedTuple):
 class DecodeGraphs:
     """The graphs of one rank, for batches of so many decodes, see :meth:`CudaGraphs.each`.
 
-    The cache has a scratch block; ``inv_freq``, of the rotary embedding, lies on the device.
+    The cache has a scratch block.
     """
 
     def __init__(
-        self,
-        maker: CudaGraphs,
-        sizes: Sequence[int],
-        model: Decoder,
-        inv_freq: torch.Tensor,
-        *,
-        cache: KVCache,
-        backend: FlashInferBackend,
+        self, maker: CudaGraphs, sizes: Sequence[int], model: Decoder, *, cache: KVCache, backend: FlashInferBackend
     ) -> None:
-        self._model, self._inv_freq, self._cache, self._backend = model, inv_freq, cache, backend
-        self._most, device = max(sizes), inv_freq.device
+        self._model, self._cache, self._backend = model, cache, backend
+        self._most, device = max(sizes), cache.k[0].device
+        self._inv_freq = inverse_frequencies(model.config.rope, model.config.head_dim).to(device)
         # The buffers that all sizes share, behind each other as _fill sends them.
         rows, pages = np.zeros(self._most, np.int64), np.zeros(self._cache.num_blocks + self._most, np.int32)
         arrays: list[npt.NDArray[Any]] = [rows, rows, rows, rows, pages]
@@ -204,10 +199,10 @@ class DecodeGraphs:
     def _forward(self, size: int, attention: FixedDecodes) -> torch.Tensor:
         """What a graph holds."""
         cos_sin_TH = cos_sin(self._positions[:size], self._inv_freq, self._model.config.rope.attention_factor)
-        targets = self._cache.places(self._targets[:size])
+        places = self._cache.places(self._targets[:size])
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
-            self._cache.write(layer, k_TKH, v_TKH, targets)
+            self._cache.write(layer, k_TKH, v_TKH, places)
             return attention.run(q_TNH, self._cache.k[layer], self._cache.v[layer])
 
         # a copy, as layers take the memory of what they are given, and a batch fills its own rows alone
@@ -234,15 +229,12 @@ class _Pieces(NamedTuple):
 class PieceGraphs:
     """The layers of one rank, called as :class:`Decoder` is; batches that no captured size holds run eagerly.
 
-    ``sizes`` are of tokens, see :meth:`CudaGraphs.each`; ``shape`` is of the heads of this rank. A result stays until
-    the next call.
+    ``sizes`` are of tokens, see :meth:`CudaGraphs.each`. A result stays until the next call.
     """
 
-    def __init__(
-        self, maker: CudaGraphs, sizes: Sequence[int], model: Decoder, *, shape: LayerShape, device: torch.device
-    ) -> None:
+    def __init__(self, maker: CudaGraphs, sizes: Sequence[int], model: Decoder, *, cache: KVCache) -> None:
         self._run: Callable[..., torch.Tensor] = model
-        config, most = model.config, max(sizes)
+        config, most, shape, device = model.config, max(sizes), cache.shape, cache.k[0].device
         self._x = torch.zeros(most, config.hidden_size, dtype=shape.dtype, device=device)
         self._cos_sin = torch.zeros(most, config.head_dim, dtype=torch.float32, device=device)
         self._attended = torch.zeros(most, shape.num_heads, config.head_dim, dtype=shape.dtype, device=device)
@@ -281,13 +273,8 @@ class PieceGraphs:
         return self._pieces[size].out[:num_tokens]
 
 
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes worth a graph where at most so many requests decode at once: dense where padding costs most."""
-    most = min(max_num_seqs, _DECODE_SIZES[-1])
-    return (*(size for size in _DECODE_SIZES if size < most), most)
-
-
-def piece_sizes(max_batch_tokens: int) -> tuple[int, ...]:
-    """Tokens of batches worth graphs of pieces: as long as the device computes for less time than the host launches."""
-    most = min(max_batch_tokens, _PIECE_SIZES[-1])
-    return (*(size for size in _PIECE_SIZES if size < most), most)
+def graph_sizes(config: SchedulerConfig) -> tuple[tuple[int, ...], ...]:
+    """Of how many decodes batches are worth a graph, dense where padding costs most; and of how many tokens graphs of
+    pieces: as long as the device computes for less time than the host launches."""
+    limits = (config.max_num_seqs, _DECODE_SIZES), (config.max_batch_tokens, _PIECE_SIZES)
+    return tuple(tuple(sorted({min(size, most) for size in sizes})) for most, sizes in limits)

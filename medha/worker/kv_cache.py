@@ -21,6 +21,8 @@ from medha.errors import ConfigError
 
 Run = tuple[int, int, int]
 """Tokens that move together: (the first of them in the pool, the first in what faces it, count)."""
+Places = tuple[torch.Tensor, torch.Tensor | None]
+"""What :meth:`KVCache.places` returns."""
 
 
 def copy_tokens(pool: torch.Tensor, other: torch.Tensor, runs: Sequence[Run], *, is_back: bool = False) -> None:
@@ -60,20 +62,16 @@ class KVCache:
 
     def __post_init__(self, num_layers: int, device: torch.device) -> None:
         self.append: Callable[..., None] | None = None  # FlashInfer's append_paged_kv_cache, with its table of pages
-        shape, num_blocks, block_size = self.shape, self.num_blocks, self.block_size
-        whole = (num_blocks + self.has_scratch) * block_size, shape.num_kv_heads, shape.head_dim
+        shape, num_blocks = self.shape, self.num_blocks
+        # of a block's keys and values over all layers held here
+        self.block_bytes = num_layers * self.block_size_of(self.block_size) * shape.dtype.itemsize
+        whole = (num_blocks + self.has_scratch) * self.block_size, shape.num_kv_heads, shape.head_dim
         try:
             self.k, self.v = ([new_pool(whole, shape.dtype, device) for _ in range(num_layers)] for _ in range(2))
         except RuntimeError as error:
-            token_bytes = 2 * num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-            what = f"a KV pool of {num_blocks} blocks takes {num_blocks * block_size * token_bytes} bytes"
+            what = f"a KV pool of {num_blocks} blocks takes {num_blocks * self.block_bytes} bytes"
             accepted = "fewer, with num_kv_blocks or kv_memory"
             raise ConfigError(f"{what}, and the system does not give them ({error}); accepted: {accepted}") from error
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block's keys and values over all layers held here."""
-        return sum(2 * pool[: self.block_size].nbytes for pool in self.k)
 
     def append_by(self, append_paged_kv_cache: Callable[..., None]) -> None:
         """Let :meth:`write` take a launch: the pool is to FlashInfer one request, whose pages are all there are."""
@@ -88,26 +86,19 @@ class KVCache:
 
         self.append = append  # which does not hold this object: its memory would stay until garbage is collected
 
-    def places(self, targets: torch.Tensor) -> torch.Tensor:
-        """The ``targets`` of :meth:`write`, from pool tokens, int64; once a step."""
-        return targets if self.append is None else F.pad(targets.to(torch.int32)[None], (0, 0, 1, 0))
-
-    def write(
-        self,
-        layer: int,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        kept: torch.Tensor | None = None,
-    ) -> None:
-        """Copy a batch's new keys and values into a layer's pool, in place.
+    def places(self, targets: torch.Tensor, kept: torch.Tensor | None = None) -> Places:
+        """Where the new keys and values of a batch go, for :meth:`write`; once a step.
 
         Args:
-            k_TKH, v_TKH: on the CPU any strides between tokens, alike, and heads and dimensions beside each other.
-            targets: :meth:`places` of the pool tokens where they go, on the pool's device.
+            targets: the pool tokens, int64 on the pool's device.
             kept: index of each of these in the batch, int64; None if they are all of it.
         """
+        return targets if self.append is None else F.pad(targets.to(torch.int32)[None], (0, 0, 1, 0)), kept
+
+    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, places: Places) -> None:
+        """Copy a batch's new keys and values into a layer's pool, in place; on the CPU they may have any strides
+        between tokens, alike, and have heads and dimensions beside each other."""
+        targets, kept = places
         if kept is not None and not len(kept):
             return  # other groups have the new keys; a kernel is not launched for nothing
         if targets.device.type == "cpu" and library()[0] is not None:

@@ -74,11 +74,11 @@ class Runner:
     def __post_init__(self) -> None:
         self.recorder = Recorder()  # what ran when; where the device runs behind the host, when it was launched
         self.slots = Slots(self.cache.block_size, self.group)
-        self.ring = None if self.merge is None else Ring(self.merge, self.cache.k[0])
+        waits = partial(self.recorder.waiting, "merge")
+        self.ring = None if self.merge is None else Ring(self.merge, self.cache.k[0], waits)
         # of each slot, int64 on the device, where tokens are embedded
         self.last_tokens = torch.zeros(64, dtype=torch.int64, device=self.device)
-        self._rope = self.model.config.rope
-        self._inv_freq = inverse_frequencies(self._rope, self.model.config.head_dim).to(self.device)
+        self._inv_freq = inverse_frequencies(self.model.config.rope, self.model.config.head_dim).to(self.device)
         # by slot, where prompts are kept: the prompt, and what has been drawn; whoever reads the results adds to that
         self._tokens: dict[int, tuple[npt.NDArray[np.int32], list[int]]] = {}
         # by slot; on a rank that gets the tokens of each batch with it this alone is known of a request
@@ -90,9 +90,9 @@ class Runner:
     def capture(self, maker: CudaGraphs, sizes: Sequence[int], pieces: Sequence[int] = ()) -> None:
         """Capture graphs of so many decodes, and of so many tokens without their attention; see :mod:`.graphs`."""
         assert isinstance(self.backend, FlashInferBackend), f"a graph cannot hold the attention of {self.backend.name}"
-        self.graphs = DecodeGraphs(maker, sizes, self.model, self._inv_freq, cache=self.cache, backend=self.backend)
+        self.graphs = DecodeGraphs(maker, sizes, self.model, cache=self.cache, backend=self.backend)
         if pieces:
-            self._layers = PieceGraphs(maker, pieces, self.model, shape=self.cache.shape, device=self.device)
+            self._layers = PieceGraphs(maker, pieces, self.model, cache=self.cache)
 
     def drop_graphs(self) -> None:
         """Run eagerly from now on."""
@@ -250,10 +250,10 @@ class Runner:
         """Run the layers held here, one kernel after the other, each behind its own copies, if there are any."""
         sent = DeviceStep.of(step, self.device)
         attend = self._attention(step, sent, copies)
-        cos_sin_TH = cos_sin(sent.positions, self._inv_freq, self._rope.attention_factor)
+        cos_sin_TH = cos_sin(sent.positions, self._inv_freq, self.model.config.rope.attention_factor)
         if self.model.has_embedding:
             ids_T = self.last_tokens[sent.decode_slots]
-            if step.token_ids is not None:
+            if len(step.token_ids):
                 decode_ids, ids_T = ids_T, sent.token_ids.to(torch.int64)
                 ids_T[sent.decode_tokens] = decode_ids
             x_TD = self.model.embed(ids_T)
@@ -294,7 +294,7 @@ class Runner:
         own_plan, shared_plan = (None if rows is None else self.backend.plan(rows) for rows in (step.own, step.shared))
         spans = [] if step.shared is None else shared_rows(step.batch)
         dealt = [(rows, [self.backend.plan(seen) for seen in rows.seen]) for rows in step.dealt]
-        moving, targets = self._move(step, 0), self.cache.places(sent.targets)
+        moving, places = self._move(step, 0), self.cache.places(sent.targets, sent.kept)
 
         def attend(layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
             if copies:
@@ -305,7 +305,7 @@ class Runner:
             nonlocal moving
             if moving is not None:
                 moving()
-            self.cache.write(layer, k_TKH, v_TKH, targets, kept=sent.kept)
+            self.cache.write(layer, k_TKH, v_TKH, places)
             pending = None
             if shared_plan is not None:
                 assert self.merge is not None, "rows are shared where there are several groups"
@@ -330,27 +330,26 @@ class Runner:
         assert self.ring is not None, "rows are dealt where there are several groups"
         q_TNH, pools = q_TNH[rows.shared.tokens], (self.cache.k[layer], self.cache.v[layer])
         sizes = [self.cache.block_size_of(tokens) for tokens in rows.block_tokens]
-        packed = self.cache.pack(layer, rows.packed, buffer_of(self.ring.buffers, 0, sizes[rows.own]))
+        self.cache.pack(layer, rows.packed, buffer_of(self.ring.buffers, 0, sizes[rows.own]))
 
         def over(owner: int, block: torch.Tensor) -> Partial:
             return self.backend.run(q_TNH, *(pools if owner == rows.own else self.cache.block(block)), plans[owner])
 
-        waiting = partial(self.recorder.waiting, "merge")
-        return self.ring.attend(rows.shared, packed, sizes, over, compare=layer == 0, waiting=waiting)
+        return self.ring.attend(rows.shared, sizes, over, compare=layer == 0)
 
     def _move(self, step: StepInput, layer: int) -> Wait | None:
         """Begin to move a layer's history between groups, if some is to move before the dealt rows run; what is
         returned waits for it, and puts what has come into its pool."""
         if not (step.sends or step.receives) or layer == len(self.cache.k):
             return None
-        assert self.ring is not None, "history moves where there are several groups"
+        assert self.merge is not None, "history moves where there are several groups"
 
         def memory(move: Move) -> torch.Tensor:
             return self.cache.k[layer].new_empty(self.cache.block_size_of(move.num_tokens))
 
         sends = [(move.group, self.cache.pack(layer, move.runs, memory(move))) for move in step.sends]
         receives = [(move.group, memory(move)) for move in step.receives]
-        wait = self.ring.move(sends, receives)
+        wait = self.merge.exchange(sends, receives)  # in the order of the shifts
 
         def land() -> None:
             with self.recorder.waiting("shift"):

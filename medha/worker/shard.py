@@ -110,7 +110,7 @@ def build_runner(
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
         device=shard.device,
-        has_scratch=wants_graphs(config, backend, shard.device),
+        has_scratch=wants_graphs(config, backend),
     )
     if model.fused is not None and model.fused.append_kv is not None:
         cache.append_by(model.fused.append_kv)
@@ -120,20 +120,8 @@ def build_runner(
 
 def make_links(ranks: Ranks, shard: ModelShard) -> dict[str, Any]:
     """What a runner takes to be one of several; every rank calls it, as communicators are used for the first time."""
-    digests = Digests(ranks.report_group)
-    pipe = StagePipe(
-        ranks.pipe_group,
-        digests,
-        previous=ranks.neighbour(-1),
-        following=ranks.neighbour(1),
-        dim=shard.model.hidden_size,
-        dtype=shard.dtype,
-        device=shard.device,
-        num_buffers=ranks.layout.spp + 1,
-        tp=ranks.layout.tp,
-        tp_rank=ranks.tp_rank,
-        all_gather=all_gather_over(ranks.tp_group) if ranks.layout.tp > 1 else None,
-    )
+    digests, like = Digests(ranks.report_group), torch.empty(0, dtype=shard.dtype, device=shard.device)
+    pipe = StagePipe(ranks, digests, like, dim=shard.model.hidden_size, num_buffers=ranks.layout.spp + 1)
     merge = None
     if ranks.merge_group is not None:
         memory = share_memory(ranks, ranks.merge_group, shard.device)
@@ -301,6 +289,6 @@ def choose_backend(
     return built, why
 
 
-def wants_graphs(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> bool:
+def wants_graphs(config: EngineConfig, backend: AttentionBackend) -> bool:
     """Whether decodes are captured."""
-    return config.cuda_graphs and device.type == "cuda" and isinstance(backend, FlashInferBackend)
+    return config.cuda_graphs and isinstance(backend, FlashInferBackend)

@@ -16,7 +16,7 @@ from medha.models.decoder import Decoder
 from medha.models.layers import cos_sin, inverse_frequencies
 from medha.parallel.launch import read_launch
 from medha.params import SamplingParams
-from medha.worker.graphs import graph_sizes, piece_sizes
+from medha.worker.graphs import graph_sizes
 from medha.worker.sampling import SlotSampling, draw
 from medha.worker.shard import ModelShard, wants_graphs
 
@@ -70,9 +70,7 @@ def bytes_beside_kv(config: EngineConfig, shard: ModelShard, model: Decoder, bac
         ConfigError: the memory does not suffice.
     """
     scheduler, device = config.scheduler, shard.device
-    sizes, pieces = tuple[int, ...](), tuple[int, ...]()
-    if wants_graphs(config, backend, device):
-        sizes, pieces = graph_sizes(scheduler.max_num_seqs), piece_sizes(scheduler.max_batch_tokens)
+    sizes, pieces = graph_sizes(scheduler) if wants_graphs(config, backend) else ((), ())
     shape = shard.layer_shape
     # what a piece leaves for the attention of each layer, at every size; and what goes in, which all sizes share
     qkv_bytes = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.dtype.itemsize

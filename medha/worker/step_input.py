@@ -54,7 +54,7 @@ class StepInput:
     swaps_out: Sequence[Run] = ()  # tokens that move to host memory, and back
     swaps_in: Sequence[Run] = ()
     copies: Sequence[Run] = ()  # tokens that move within the pool, in this order
-    token_ids: npt.NDArray[np.int32] | None = None  # int32 [T], on a rank that embeds them
+    token_ids: npt.NDArray[np.int32] = field(default_factory=_NONE.copy)  # [T], on a rank that embeds some of a prompt
 
 
 class Slots:
@@ -275,9 +275,8 @@ class DeviceStep:
     @classmethod
     def of(cls, step: StepInput, device: torch.device) -> DeviceStep:
         """Send a step in one copy, with the page tables of its rows."""
-        ids = _NONE if step.token_ids is None else step.token_ids
         rows = (step.decode_tokens, step.decode_slots, step.drawn_tokens, step.drawn_slots)
-        arrays: list[npt.NDArray[Any]] = [step.targets, step.positions, ids, *rows]
+        arrays: list[npt.NDArray[Any]] = [step.targets, step.positions, step.token_ids, *rows]
         arrays += [] if step.kept is None else [step.kept]
         dealt = [seen for rows in step.dealt for seen in rows.seen]
         parts = [part for part in (step.own, step.shared, *dealt) if part is not None]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from medha.attention.staging import beside, record_event
 from medha.batch import Batch
-from medha.config import ParallelConfig
+from medha.config import ModelConfig, ParallelConfig
 from medha.errors import RankFailedError
 from medha.parallel.health import tell_failure
 from medha.parallel.mesh import Ranks
@@ -61,20 +61,19 @@ def kv_heads_of(tp_rank: int, tp: int, num_kv_heads: int) -> range:
     return range(head, head + max(1, num_kv_heads // tp))
 
 
-def parts_of(
-    config: ParallelConfig, held: Sequence[tuple[int, int]], target: int, *, num_layers: int, num_kv_heads: int
-) -> list[Part]:
+def parts_of(config: ParallelConfig, model: ModelConfig, held: Sequence[tuple[int, int]], target: int) -> list[Part]:
     """What passes between ranks when a decode instance takes over a request.
 
     Args:
         config: of the job.
+        model: the whole one.
         held: the KV-parallel groups that hold its KV, and how many tokens each.
         target: group of the decode instance.
 
     Returns:
         The parts in the order in which all ranks send and receive those of a layer: by layers, group, head and rank.
     """
-    tp, decode_tp = config.tp, config.of_group(target).tp
+    tp, decode_tp, num_kv_heads = config.tp, config.of_group(target).tp, model.num_kv_heads
     copies = max(1, tp // num_kv_heads)  # ranks of the source that hold the same head
     ends = accumulate(count for _, count in held)
     holders = [(group, count, end - count) for (group, count), end in zip(held, ends, strict=True)]
@@ -86,7 +85,7 @@ def parts_of(
             continue
         source = config.rank_of(stage=stage, tp_rank=rank, kvp_rank=group)
         its_target = config.rank_of(stage=0, tp_rank=to, kvp_rank=target)
-        parts.append(Part(source, its_target, config.layers_of(stage, num_layers), heads, start, count))
+        parts.append(Part(source, its_target, config.layers_of(stage, model.num_layers), heads, start, count))
     return parts
 
 
@@ -147,10 +146,8 @@ class TransferLine:
         ((slot, target, _, _),) = batch.shared
         if self._ranks.group == target:
             self._runner.slots.prepare(batch.part_of(target))
-        shard = self._shard
-        sizes = {"num_layers": shard.whole.num_layers, "num_kv_heads": shard.whole.num_kv_heads}
-        parts = parts_of(self._ranks.config, held, target, **sizes)
-        pieces = list(pieces_of(parts, self._ranks.rank, shard, self._runner.slots, slot))
+        parts = parts_of(self._ranks.config, self._shard.whole, held, target)
+        pieces = list(pieces_of(parts, self._ranks.rank, self._shard, self._runner.slots, slot))
         ready = record_event(self._device)
 
         def run() -> None:

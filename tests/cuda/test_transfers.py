@@ -16,7 +16,12 @@ from tests.cuda.device import CUDA, Device, DeviceError
 from tests.cuda.tensors import Emulated, launch_beside
 
 BATCHES = [Batch(i, (Row(0, 4 * i, 4, is_decode=False, samples=False),)) for i in range(6)]
-PIPE: dict[str, Any] = {"dim": 8, "dtype": torch.float16, "device": CUDA, "num_buffers": 3}
+
+
+def pipe_of(**place: Any) -> StagePipe:
+    """That of a rank at a place, for hidden states of 8 numbers."""
+    ranks: Any = SimpleNamespace(pipe_group=None, tp_group=None, **place)
+    return StagePipe(ranks, Digests(None), torch.empty(0, dtype=torch.float16, device=CUDA), dim=8, num_buffers=3)
 
 
 def make_pipe(device: Device, patch: pytest.MonkeyPatch) -> StagePipe:
@@ -34,7 +39,7 @@ def make_pipe(device: Device, patch: pytest.MonkeyPatch) -> StagePipe:
 
     for module in (medha.parallel.control, medha.parallel.spp):
         patch.setattr(module, "dist", SimpleNamespace(irecv=irecv))
-    return StagePipe(None, Digests(None), previous=0, following=None, **PIPE)
+    return pipe_of(neighbour={-1: 0}.get, layout=SimpleNamespace(tp=1), tp_rank=0)
 
 
 def last_receive_waits_for_compute(device: Device, patch: pytest.MonkeyPatch) -> bool:
@@ -80,7 +85,8 @@ def test_compute_does_not_wait_for_sends_until_their_buffers_are_used_again(
         return launch_beside(device, stream, "send", lambda: arrived.append(tensor.raw.view(-1).tolist()), (tensor,))
 
     monkeypatch.setattr(medha.parallel.control, "dist", SimpleNamespace(isend=isend))
-    pipe = StagePipe(None, Digests(None), previous=None, following=1, **PIPE, tp=2, tp_rank=1)
+    monkeypatch.setattr(medha.parallel.spp, "all_gather_over", lambda group: None)
+    pipe = pipe_of(neighbour={1: 1}.get, layout=SimpleNamespace(tp=2), tp_rank=1)
     waits_for = []
     for batch in BATCHES:
         x_TD = torch.arange(32, device=CUDA).to(torch.float16).view(4, 8) + 100 * batch.batch_id

@@ -181,15 +181,13 @@ def test_scheduling_is_async_where_anything_runs_beside_the_host(monkeypatch: py
     assert is_async("cpu", 2, spp=2) and is_async("cpu", 2, spare=1, tp=2) and is_async("cpu", 2, local=1, kvp=2)
 
 
-def test_graphs_are_for_cuda_and_flashinfer() -> None:
+def test_graphs_are_for_flashinfer() -> None:
     flashinfer = FlashInferBackend(None, block_size=256, num_sms=132, has_fa3=True)
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
     config = EngineConfig.from_flat("m")
-    assert wants_graphs(config, flashinfer, cuda)
-    assert wants_graphs(EngineConfig.from_flat("m", kvp=2, spp=2, tp=2), flashinfer, cuda)
-    assert not wants_graphs(config, TorchBackend(), cuda)
-    assert not wants_graphs(config, flashinfer, cpu)
-    assert not wants_graphs(EngineConfig.from_flat("m", cuda_graphs=False), flashinfer, cuda)
+    assert wants_graphs(config, flashinfer)
+    assert wants_graphs(EngineConfig.from_flat("m", kvp=2, spp=2, tp=2), flashinfer)
+    assert not wants_graphs(config, TorchBackend())
+    assert not wants_graphs(EngineConfig.from_flat("m", cuda_graphs=False), flashinfer)
 
 
 def test_tokenizer_of_another_folder(folder: Path, bytes_model: Model) -> None:

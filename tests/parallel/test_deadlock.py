@@ -35,7 +35,7 @@ from medha.parallel.control import ControlSender, Message
 from medha.parallel.kvp import Merge, Shared
 from medha.parallel.mesh import Ranks
 from medha.parallel.spp import Digests, StagePipe
-from medha.parallel.tp import all_gather_over, all_reduce_over
+from medha.parallel.tp import all_reduce_over
 from medha.params import SamplingParams
 from medha.sched.scheduler import Scheduler
 from medha.worker.kv_cache import KVCache
@@ -268,19 +268,7 @@ def on_ranks(workload: Workload, config: ParallelConfig, limits: Buffers, transp
     def rank_main(rank: int) -> None:
         ranks = toy_ranks(config, rank)
         digests = Digests(ranks.report_group)
-        pipe = StagePipe(
-            ranks.pipe_group,
-            digests,
-            previous=ranks.neighbour(-1),
-            following=ranks.neighbour(1),
-            dim=DIM,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            num_buffers=limits.stage,
-            tp=config.tp,
-            tp_rank=ranks.tp_rank,
-            all_gather=all_gather_over(ranks.tp_group),
-        )
+        pipe = StagePipe(ranks, digests, torch.empty(0), dim=DIM, num_buffers=limits.stage)
         merge = Merge(ranks.merge_group, digests, ranks=ranks.merge_group.members, own=ranks.group)
         place = {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group}
         all_reduce = all_reduce_over(ranks.tp_group) if config.tp > 1 else (lambda x: x)

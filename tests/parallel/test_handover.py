@@ -85,7 +85,7 @@ def test_every_decode_rank_gets_each_token_of_each_of_its_heads_once(config: Par
     held = [(group, 3 + 2 * group) for group in range(config.kvp)]
     target, num_tokens = config.kvp + 1, sum(count for _, count in held)
     tp = config.of_group(target).tp
-    parts = parts_of(config, held, target, num_layers=5, num_kv_heads=num_kv_heads)
+    parts = parts_of(config, dataclasses.replace(MODEL, num_kv_heads=num_kv_heads), held, target)
     arrived: Counter[tuple[int, int, int, int]] = Counter()
     for part in parts:
         group, stage, tp_rank = config.coordinates(part.source)
@@ -107,7 +107,7 @@ def test_every_decode_rank_gets_each_token_of_each_of_its_heads_once(config: Par
 
 
 def test_ranks_that_hold_the_same_head_share_the_sending() -> None:
-    parts = parts_of(layout(4, tp=4), [(0, 9)], 1, num_layers=2, num_kv_heads=2)
+    parts = parts_of(layout(4, tp=4), dataclasses.replace(MODEL, num_layers=2), [(0, 9)], 1)
     sent = sorted((part.source, part.target, part.heads[0]) for part in parts)
     assert sent == [(0, 4, 0), (1, 5, 0), (2, 6, 1), (3, 7, 1)]
 
@@ -156,7 +156,7 @@ def hand_over(config: ParallelConfig, requests: Sequence[tuple[Held, int]], num_
             for at, layer in enumerate(shard.layers):
                 found = values(layer, heads, group, range(count), slot)
                 cache.k[at][tables[-1]], cache.v[at][tables[-1]] = found, -found
-        parts = parts_of(config, held, target, num_layers=MODEL.num_layers, num_kv_heads=MODEL.num_kv_heads)
+        parts = parts_of(config, MODEL, held, target)
         pieces = list(pieces_of(parts, rank, shard, slots, slot))
         line._lane.submit(partial(line._run, pieces, None))
         line._lane.submit(partial(reports.append, slot))

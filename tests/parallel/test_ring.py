@@ -57,12 +57,12 @@ def wrong_buffer(patch: pytest.MonkeyPatch) -> None:
     """In each step but the first, the block is read from the other one of the two buffers."""
     attend = Ring.attend
 
-    def mistaken(self: Ring, shared: Shared, own: torch.Tensor, sizes: Any, over: Any, **more: Any) -> torch.Tensor:
+    def mistaken(self: Ring, shared: Shared, sizes: Any, over: Any, **more: Any) -> torch.Tensor:
         def other(owner: int, block: torch.Tensor) -> Any:
             is_second = block.data_ptr() == self.buffers[1].data_ptr()
             return over(owner, buffer_of(self.buffers, 1 - is_second, len(block)))
 
-        return attend(self, shared, own, sizes, other, **more)
+        return attend(self, shared, sizes, other, **more)
 
     patch.setattr(Ring, "attend", mistaken)
 
@@ -207,12 +207,12 @@ def exact_hidden(folder: Path, prompt: list[int], dtype: torch.dtype) -> torch.T
 @gloo()
 def deal_different_rows(row: Row, odd: int) -> str:
     """On each rank: go around with rows that one rank has otherwise; returns what is wrong with it."""
-    rank, ring = dist.get_rank(), Ring(merge_of_all(), torch.zeros(0))
+    rank, ring = dist.get_rank(), Ring(merge_of_all(), torch.zeros(0), nullcontext)
     deals = tuple(Deal(row.slot, g, 4, 4 + (rank == odd)) for g in row.groups)
     (shared,) = shared_rows(Batch(7, (row,), deals=deals, group=rank), dealt=True)
     part = torch.zeros(shared.tokens.stop, 2, 8), torch.zeros(shared.tokens.stop, 2)
     with pytest.raises(PlanDivergenceError) as caught:
-        ring.attend(shared, torch.zeros(8), [8] * 2, lambda *_: part, compare=True, waiting=nullcontext)
+        ring.attend(shared, [8] * 2, lambda *_: part, compare=True)
     return str(caught.value)
 
 

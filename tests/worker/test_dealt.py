@@ -113,7 +113,7 @@ def test_who_sees_what(plans: list[Plan], groups: int) -> None:
             if step.batch.rows:
                 new = named(step.batch, group)
                 written = DeviceStep.of(step, CPU)
-                cache.write(0, new, -new, written.targets, kept=written.kept)
+                cache.write(0, new, -new, cache.places(written.targets, written.kept))
         assert not any(sent.values())
         for group, step in enumerate(steps):
             for rows in step.dealt:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from medha.attention.flashinfer_backend import FixedDecodes
-from medha.config import EngineConfig
+from medha.config import EngineConfig, SchedulerConfig
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.params import SamplingParams
@@ -122,9 +122,11 @@ def test_sizes_for_which_there_is_no_memory_are_left_out(case: Case, caplog: pyt
 
 
 def test_graph_sizes() -> None:
-    assert [graph_sizes(most) for most in (1, 2, 7)] == [(1,), (1, 2), (1, 2, 4, 7)]
-    assert graph_sizes(40) == (1, 2, 4, 8, 16, 32, 40)
-    assert graph_sizes(9999) == (1, 2, 4, 8, *range(16, 257, 16))
+    decodes = [graph_sizes(SchedulerConfig(max_num_seqs=most))[0] for most in (1, 2, 7, 40, 9999)]
+    assert decodes[:3] == [(1,), (1, 2), (1, 2, 4, 7)]
+    assert decodes[3:] == [(1, 2, 4, 8, 16, 32, 40), (1, 2, 4, 8, *range(16, 257, 16))]
+    pieces = [graph_sizes(SchedulerConfig(max_batch_tokens=most))[1] for most in (16, 100, 9999)]
+    assert pieces == [(16,), (16, 32, 64, 100), (16, 32, 64, 128, 256, 384, 512)]
 
 
 # -- CUDA ------------------------------------------------------------------------------------------------------

@@ -42,12 +42,12 @@ def test_write_touches_only_its_targets_and_its_layer(
     k, v = k.unflatten(-1, (2, 8)), v.unflatten(-1, (2, 8))
     # Tokens 4 and 5 of the batch are written nowhere.
     targets, kept = torch.tensor([30, 9, 7, 8, 40]), torch.tensor([0, 1, 2, 3, 6])
-    cache.write(1, k, v, targets, kept=kept)
+    cache.write(1, k, v, cache.places(targets, kept))
     for pool, new in ((cache.k[1], k), (cache.v[1], v)):
         want = torch.full((48, 2, 8), -1.0, dtype=dtype)
         want[30], want[9], want[7:9], want[40] = new[0], new[1], new[2:4], new[6]
         assert torch.equal(pool, want)
-    cache.write(1, k[:2], v[:2], torch.tensor([3, 0]))
+    cache.write(1, k[:2], v[:2], cache.places(torch.tensor([3, 0])))
     assert torch.equal(cache.k[1][[3, 0]], k[:2])
     assert bool((cache.k[0] == -1).all()) and bool((cache.v[0] == -1).all())
 
@@ -90,9 +90,9 @@ def test_blocks_on_both_sides_of_the_borders(head_major: bool, backend: str) -> 
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, length, HEADS, DIM, generator=generator).half()
     sent = DeviceStep.of(step, CPU)
-    cache.write(0, k, v, sent.targets, kept=sent.kept)
+    cache.write(0, k, v, cache.places(sent.targets, sent.kept))
     assert torch.equal(cache.k[0][tokens], k)
-    cache.write(0, -k, -v, torch.from_numpy(step.targets))  # the same places, one by one
+    cache.write(0, -k, -v, cache.places(torch.from_numpy(step.targets)))  # the same places, one by one
     assert torch.equal(torch.cat([cache.k[0][token : token + 1] for token in tokens]), -k)
 
     rows = slots.prepare(Batch(1, (Row(0, length, 1, True, True),))).own

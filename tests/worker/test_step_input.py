@@ -169,7 +169,7 @@ def test_what_is_written_at_a_position_is_read_back(seed: int, kind: type[Plans]
                 sent = DeviceStep.of(step, CPU)
                 values = [v for row in step.batch.rows for v in plans.live[row.slot].values[row.position : row.kv_len]]
                 new = torch.tensor(values).view(-1, 1, 1)
-                cache.write(0, new, -new, sent.targets, kept=sent.kept)
+                cache.write(0, new, -new, cache.places(sent.targets, sent.kept))
                 for part in filter(None, (step.own, step.shared)):
                     assert part.device_pages is not None and part.device_pages.tolist() == part.pages.tolist()
             assert tables.num_blocks == sum(len(request.blocks[group]) for request in plans.live.values())
