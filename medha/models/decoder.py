@@ -178,11 +178,7 @@ def fill_random_(decoder: Decoder, *, seed: int, std: float = 0.02) -> None:
             local_part(parameter).normal_(0.0, std, generator=generator)  # of a DTensor all ranks would have to
 
 
-Split = Literal["column", "row", "vocab", "gathered"]
-"""``column``: output features, output stays split. ``row``: input features, output summed. ``vocab``: rows of the
-embedding, output summed. ``gathered``: output features, output gathered."""
-
-TP_PLAN: dict[str, Split] = {
+TP_PLAN: dict[str, Literal["column", "row", "vocab", "gathered"]] = {
     "model.embed_tokens": "vocab",
     **{f"model.layers.*.self_attn.{name}_proj": "column" for name in "qkv"},
     "model.layers.*.self_attn.o_proj": "row",
@@ -190,3 +186,5 @@ TP_PLAN: dict[str, Split] = {
     "model.layers.*.mlp.down_proj": "row",
     "lm_head": "gathered",
 }
+"""How tensor parallelism splits parameters. ``column``: output features, output stays split. ``row``: input features,
+output summed. ``vocab``: rows of the embedding, output summed. ``gathered``: output features, output gathered."""

@@ -102,9 +102,8 @@ class Fields:
 
     def wrong(self, name: str, accepted: str) -> ConfigError:
         """The error to raise for a field that is missing, or whose value is not accepted."""
-        if name not in self.raw:
-            return ConfigError(f"{self.where}: {name} is missing; accepted: {accepted}")
-        return ConfigError(f"{self.where}: {name}={short_repr(self.raw[name])}; accepted: {accepted}")
+        given = f"={short_repr(self.raw[name])}" if name in self.raw else " is missing"
+        return ConfigError(f"{self.where}: {name}{given}; accepted: {accepted}")
 
     def optional(self, name: str, check: Check) -> Any:
         """A value that passes a check, or None where absent."""

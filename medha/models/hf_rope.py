@@ -145,27 +145,23 @@ def _build_rope(rope: Fields, claimed: int) -> tuple[RopeConfig, int]:
     if length > MAX_LENGTH:
         raise rope.wrong("factor", f"one that stretches the context to at most {MAX_LENGTH} tokens")
     if rope_type == "yarn":
-        config = replace(config, **_read_yarn(rope, factor))
+        config = _read_yarn(rope, config)
     return config, max(claimed, round(length))
 
 
-def _read_yarn(rope: Fields, factor: float) -> dict[str, Any]:
-    """The fields of :class:`~medha.config.RopeConfig` that YaRN alone has."""
+def _read_yarn(rope: Fields, config: RopeConfig) -> RopeConfig:
+    """The same with the fields that YaRN alone has."""
     beta_slow = rope.optional("beta_slow", finite(0, 1e9)) or 1.0  # 0 means the default, as in transformers
     beta_fast = rope.optional("beta_fast", finite(0, 1e9)) or 32.0
     if beta_fast < beta_slow:
         raise rope.wrong("beta_fast", f"at least beta_slow={beta_slow:g}")
 
     def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+        return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
 
     mscale = rope.optional("mscale", finite(0, 1e9))
     mscale_all_dim = rope.optional("mscale_all_dim", finite(0, 1e9))
     implied = scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
-    explicit = rope.optional("attention_factor", finite(0, 1e9, is_open=True))
-    return {
-        "beta_fast": beta_fast,
-        "beta_slow": beta_slow,
-        "truncate": rope.boolean("truncate", default=True),
-        "attention_factor": implied if explicit is None else explicit,
-    }
+    attention_factor = rope.number("attention_factor", finite(0, 1e9, is_open=True), default=implied)
+    scaled = replace(config, truncate=rope.boolean("truncate", default=True), attention_factor=attention_factor)
+    return replace(scaled, beta_fast=beta_fast, beta_slow=beta_slow)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -97,15 +97,11 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * H, D, bias=config.o_bias)
         self.q_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
-        self._sizes: list[int] = []
-        self._qkv: LinearFn | None = None
+        self._qkv: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None
         self._out: LinearFn | None = None
 
     def forward(self, x_TD: torch.Tensor, rotate_both: RotateFn, attend: AttendFn) -> torch.Tensor:
-        if self._qkv is None:
-            parts = [self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)]
-        else:
-            parts = list(torch.split(self._qkv(x_TD), self._sizes, dim=-1))
+        parts = [self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)] if self._qkv is None else self._qkv(x_TD)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -114,8 +110,9 @@ class Attention(nn.Module):
 
     def pack_(self, shard: TensorShard | None = None, fused: FusedKernels | None = None) -> None:
         """As :meth:`~medha.models.decoder.Decoder.pack_`."""
-        self._sizes = [len(local_part(linear.weight)) for linear in (self.q_proj, self.k_proj, self.v_proj)]
-        self._qkv = packed_linear(self.q_proj, self.k_proj, self.v_proj, fused=fused)
+        sizes = [len(local_part(linear.weight)) for linear in (self.q_proj, self.k_proj, self.v_proj)]
+        qkv = packed_linear(self.q_proj, self.k_proj, self.v_proj, fused=fused)
+        self._qkv = lambda x_TD: torch.split(qkv(x_TD), sizes, dim=-1)
         self._out = packed_row_linear(self.o_proj, shard, fused)
         del self.q_proj, self.k_proj, self.v_proj, self.o_proj
 

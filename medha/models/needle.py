@@ -186,9 +186,8 @@ def _byte_tokenizer() -> tokenizers.Tokenizer:
     # The byte-level alphabet stands for printable bytes by their own characters, and for the rest by those from 256 on.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(VOCAB_SIZE) if byte not in printable]
-    symbols = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    model = tokenizers.models.BPE(vocab={symbols[byte]: byte for byte in range(VOCAB_SIZE)}, merges=[])
-    tokenizer = tokenizers.Tokenizer(model)
+    vocab = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     return tokenizer
