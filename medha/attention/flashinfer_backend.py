@@ -98,9 +98,8 @@ class FlashInferBackend(AttentionBackend):
         """See :meth:`medha.attention.interface.AttentionBackend.build`."""
         import flashinfer  # here because it is optional, and makes a cache folder when it is imported
 
-        facts = torch.cuda.get_device_properties(device)
-        sizes = {"block_size": block_size, "num_sms": facts.multi_processor_count}
-        return cls(flashinfer, **sizes, has_fa3=facts.major == _HOPPER)
+        gpu = torch.cuda.get_device_properties(device)
+        return cls(flashinfer, block_size=block_size, num_sms=gpu.multi_processor_count, has_fa3=gpu.major == _HOPPER)
 
     @classmethod
     def needs(cls, device: torch.device) -> str | None:
@@ -180,8 +179,8 @@ class FlashInferBackend(AttentionBackend):
     ) -> torch.Tensor:
         """See :meth:`medha.attention.interface.AttentionBackend.attend`; the kernels write the log-sum-exp, to base 2,
         only where ``lse_TN`` is given."""
-        shape = LayerShape(q_TNH.shape[1], k_PKH.shape[1], q_TNH.shape[2], q_TNH.dtype)
         if plan.launches is None:
+            shape = LayerShape(q_TNH.shape[1], k_PKH.shape[1], q_TNH.shape[2], q_TNH.dtype)
             plan.launches = self._launches(plan, shape, q_TNH.device)
         out_TNH = q_TNH.new_empty(q_TNH.shape)
         kv = paged(k_PKH, plan.rows.page_size), paged(v_PKH, plan.rows.page_size)

@@ -41,6 +41,10 @@ _DECODE_SIZES = (1, 2, 4, 8, *range(16, 257, 16))
 _PIECE_SIZES = (16, 32, 64, 128, 256, 384, 512)
 
 Replay = Callable[[], None]
+Ran = tuple[torch.Tensor, torch.Tensor, Greedy | None]
+"""Logits [S, V] of the rows that sample, float32, where the head is and some do, else hidden states [T, D]; the slots
+of those rows, int64 [S] on the device; the likeliest tokens, where they are known."""
+
 _Captured = TypeVar("_Captured")
 
 
@@ -156,9 +160,7 @@ class DecodeGraphs:
         out, (replay,) = maker.capture(lambda cut: self._forward(size, attention))
         return _Graph(out, replay, attention)
 
-    def run(
-        self, step: StepInput, *, hidden_TD: torch.Tensor | None = None, last_tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Greedy]:
+    def run(self, step: StepInput, *, hidden_TD: torch.Tensor | None, last_tokens: torch.Tensor) -> Ran:
         """Replay the graph that holds a batch of decodes, at most as many as the largest size.
 
         Args:
@@ -166,8 +168,7 @@ class DecodeGraphs:
             last_tokens: int64 on the device, the token of each slot.
 
         Returns:
-            Until the next run: logits [T, V], float32, on a rank with the head, else hidden states [T, D]; slots of the
-            rows, int64 on the device; :func:`medha.worker.sampling.likeliest` of the logits.
+            Until the next run: what came of all rows, with :func:`medha.worker.sampling.likeliest` of the logits.
         """
         num_rows = len(step.batch.rows)
         size = self.size_for(num_rows)

@@ -33,14 +33,12 @@ def copy_tokens(pool: torch.Tensor, other: torch.Tensor, runs: Sequence[Run], *,
         target.copy_(source, non_blocking=True)
 
 
-def new_pool(
-    shape_PKH: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_pinned: bool = False
-) -> torch.Tensor:
+def new_pool(num_tokens: int, shape: LayerShape, device: torch.device, *, is_pinned: bool = False) -> torch.Tensor:
     """Memory of a layer's keys or values; pinned memory of the host is laid out as that of CUDA."""
+    K, H = shape.num_kv_heads, shape.head_dim
     if device.type == "cpu" and not is_pinned:
-        P, K, H = shape_PKH
-        return torch.empty(K, P, H, dtype=dtype).transpose(0, 1)
-    return torch.empty(*shape_PKH, dtype=dtype, device=device, pin_memory=is_pinned)
+        return torch.empty(K, num_tokens, H, dtype=shape.dtype).transpose(0, 1)
+    return torch.empty(num_tokens, K, H, dtype=shape.dtype, device=device, pin_memory=is_pinned)
 
 
 @dataclass(eq=False, repr=False)
@@ -65,9 +63,9 @@ class KVCache:
         shape, num_blocks = self.shape, self.num_blocks
         # of a block's keys and values over all layers held here
         self.block_bytes = num_layers * self.block_size_of(self.block_size) * shape.dtype.itemsize
-        whole = (num_blocks + self.has_scratch) * self.block_size, shape.num_kv_heads, shape.head_dim
+        num_tokens = (num_blocks + self.has_scratch) * self.block_size
         try:
-            self.k, self.v = ([new_pool(whole, shape.dtype, device) for _ in range(num_layers)] for _ in range(2))
+            self.k, self.v = ([new_pool(num_tokens, shape, device) for _ in range(num_layers)] for _ in range(2))
         except RuntimeError as error:
             what = f"a KV pool of {num_blocks} blocks takes {num_blocks * self.block_bytes} bytes"
             accepted = "fewer, with num_kv_blocks or kv_memory"
@@ -114,11 +112,8 @@ class KVCache:
         """Keys and values [P, ``num_heads``, head_dim] in contiguous memory of their numbers, laid out as the pools;
         None is all heads of this rank."""
         heads, dim = num_heads or self.shape.num_kv_heads, self.shape.head_dim
-        if memory.device.type == "cpu":
-            k_PKH, v_PKH = memory.view(2, heads, -1, dim).transpose(1, 2)
-        else:
-            k_PKH, v_PKH = memory.view(2, -1, heads, dim)
-        return k_PKH, v_PKH
+        both = memory.view(2, heads, -1, dim).transpose(1, 2) if memory.is_cpu else memory.view(2, -1, heads, dim)
+        return both[0], both[1]
 
     def block_size_of(self, num_tokens: int, num_heads: int | None = None) -> int:
         """Numbers of the memory of :meth:`block` for so many tokens."""

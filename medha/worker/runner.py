@@ -44,16 +44,12 @@ from medha.parallel.ring import Ring, buffer_of
 from medha.parallel.spp import StagePipe
 from medha.records import Recorder
 from medha.worker.dealt import DealtRows, Move
-from medha.worker.graphs import CudaGraphs, DecodeGraphs, PieceGraphs
+from medha.worker.graphs import CudaGraphs, DecodeGraphs, PieceGraphs, Ran
 from medha.worker.kv_cache import KVCache, copy_tokens
-from medha.worker.sampling import Greedy, SlotSampling, draw, to_device
+from medha.worker.sampling import SlotSampling, draw, to_device
 from medha.worker.step import PendingStep, StepResult, phase
 from medha.worker.step_input import DeviceStep, Slots, StepInput
 from medha.worker.swap import HostCache, Wait
-
-_Ran = tuple[torch.Tensor, torch.Tensor, Greedy | None]
-"""Logits [S, V] of the rows that sample, float32, where the head is and some do, else hidden states [T, D]; the slots
-of those rows, int64 [S] on the device; the likeliest tokens, where they are known."""
 
 
 @dataclass(eq=False, repr=False)
@@ -74,8 +70,8 @@ class Runner:
     def __post_init__(self) -> None:
         self.recorder = Recorder()  # what ran when; where the device runs behind the host, when it was launched
         self.slots = Slots(self.cache.block_size, self.group)
-        waits = partial(self.recorder.waiting, "merge")
-        self.ring = None if self.merge is None else Ring(self.merge, self.cache.k[0], waits)
+        waiting = partial(self.recorder.waiting, "merge")
+        self.ring = None if self.merge is None else Ring(self.merge, self.cache.k[0], waiting)
         # of each slot, int64 on the device, where tokens are embedded
         self.last_tokens = torch.zeros(64, dtype=torch.int64, device=self.device)
         self._inv_freq = inverse_frequencies(self.model.config.rope, self.model.config.head_dim).to(self.device)
@@ -238,7 +234,7 @@ class Runner:
             parts.append(np.array([drawn[-1] if drawn else 0 for drawn in drawn_of], np.int32))
         return np.concatenate(parts)
 
-    def _replay(self, graphs: DecodeGraphs, step: StepInput, copies: list[Wait]) -> _Ran:
+    def _replay(self, graphs: DecodeGraphs, step: StepInput, copies: list[Wait]) -> Ran:
         """As :meth:`_eager`, from a graph, which waits for all copies."""
         if copies:
             copies[-1]()
@@ -246,7 +242,7 @@ class Runner:
         with phase("medha.forward"):
             return graphs.run(step, hidden_TD=hidden, last_tokens=self.last_tokens)
 
-    def _eager(self, step: StepInput, copies: list[Wait]) -> _Ran:
+    def _eager(self, step: StepInput, copies: list[Wait]) -> Ran:
         """Run the layers held here, one kernel after the other, each behind its own copies, if there are any."""
         sent = DeviceStep.of(step, self.device)
         attend = self._attention(step, sent, copies)

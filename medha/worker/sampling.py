@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -54,9 +54,7 @@ class SlotSampling:
         self.always_draws = bool(p.logit_bias or p.allowed_token_ids or self.has_penalties or not p.is_greedy)
 
     @classmethod
-    def of(
-        cls, params: SamplingParams, seed: int, end_ids: tuple[int, ...], prompt_ids: npt.NDArray[np.int32]
-    ) -> SlotSampling:
+    def of(cls, params: SamplingParams, seed: int, end_ids: tuple[int, ...], prompt_ids: npt.NDArray[np.int32]) -> Self:
         """The state of a new request, whose parameters are resolved."""
         has_penalty = params.repetition_penalty not in (None, 1.0)
         distinct = torch.from_numpy(np.flatnonzero(np.bincount(prompt_ids)).astype(np.int32)) if has_penalty else None
@@ -222,8 +220,7 @@ def _penalise_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling]) -> None:
         return
     wanted = [slots[row].params for row in rows]
     table = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in wanted]
-    columns = to_device(np.array(table, np.float32).T[:, :, None], logits_DV.device)
-    repetition_P1, frequency_P1, presence_P1 = columns
+    repetition_P1, frequency_P1, presence_P1 = to_device(np.array(table, np.float32).T[:, :, None], logits_DV.device)
     at = to_device(np.array(rows), logits_DV.device)
     values_PV, largest = logits_DV[at], torch.finfo(logits_DV.dtype).max
     seen_PV = torch.stack([_history(slots[row], values_PV) for row in rows])

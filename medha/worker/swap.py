@@ -35,12 +35,9 @@ class HostCache:
         self.num_blocks = num_blocks
         self._cache, self._device = cache, cache.k[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        tokens = num_blocks * cache.block_size
+        tokens, cpu, pinned = num_blocks * cache.block_size, torch.device("cpu"), self._device.type == "cuda"
         try:
-            self.k, self.v = (
-                [new_pool((tokens, *p.shape[1:]), p.dtype, torch.device("cpu"), is_pinned=p.is_cuda) for p in pools]
-                for pools in (cache.k, cache.v)
-            )
+            self.k, self.v = ([new_pool(tokens, cache.shape, cpu, is_pinned=pinned) for _ in cache.k] for _ in range(2))
         except RuntimeError as error:
             what = f"swap_space of {num_blocks} blocks takes {num_blocks * cache.block_bytes} bytes of host memory"
             raise ConfigError(f"{what}, and the system does not give them ({error}); accepted: less") from error
