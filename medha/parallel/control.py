@@ -216,7 +216,6 @@ def _frames(ints: npt.NDArray[np.int32], most: int) -> list[torch.Tensor]:
     """A message cut into frames of at most so many integers."""
     size = most - _FRAME_HEADER
     pieces = [ints[i : i + size] for i in range(0, len(ints), size)]
-    return [
-        torch.from_numpy(np.concatenate((np.array((len(piece), i < len(pieces)), np.int32), piece)))
-        for i, piece in enumerate(pieces, start=1)
-    ]
+    numbered = enumerate(pieces, start=1)
+    found = (np.concatenate(((len(piece), i < len(pieces)), piece), dtype=np.int32) for i, piece in numbered)
+    return list(map(torch.from_numpy, found))

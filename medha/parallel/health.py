@@ -63,7 +63,6 @@ class Monitor:
         self._others = [r for r in range(launch.world_size) if r != launch.rank]
         self._local = [r for r in range(first, first + launch.local_world_size) if r != launch.rank]
         self._name = name
-        self._end: Callable[[str, bool], None] = _end_at_once  # when the main thread is stuck
         self.place = name(launch.rank)  # in messages
         self.before_end: Callable[[str], None] = lambda error: None  # in another thread, just before end; has _SAVE_S
         self.predicted_s: Callable[[], float] = lambda: 0.0  # that the longest batch in flight is predicted to take
@@ -93,14 +92,13 @@ class Monitor:
         self._heard = threading.Event()  # by the main thread
         self._told = threading.Event()  # rank 0 knows too; on rank 0: all do
         self._left = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="medha-watch", daemon=True)
         self._talker: threading.Thread | None = None
 
     # -- for the main thread; none of these waits for the store itself -------------------------------------------------
 
     def start(self) -> None:
         """Begin to watch the launcher; no store is needed."""
-        self._watcher.start()
+        threading.Thread(target=self._watch, name="medha-watch", daemon=True).start()
 
     def stop(self) -> None:
         """Watch and talk no more, after a failure. Whoever has met others still leaves them at once when it ends."""
@@ -160,10 +158,10 @@ class Monitor:
             logger.error("%s", error)
         self.stop()
 
-    def leave(self, *, wait_s: float = 60.0) -> None:
+    def leave(self) -> None:
         """Stop without an error, rank 0 last since it may hold the store; RankFailedError if one failed before that."""
         self._leaving = True
-        self._wait(lambda: self._left.is_set() or self._known.is_set(), wait_s)
+        self._wait(lambda: self._left.is_set() or self._known.is_set(), limit_s=60.0)
         if not self._left.is_set():
             raise RankFailedError(self.first_error() or f"{self.place}: not every rank has left in time")
         if self._talker is not None:
@@ -328,6 +326,9 @@ class Monitor:
         limit.cancel()
         self._end(error, speaks)
 
+    def _end(self, error: str, speaks: bool) -> None:
+        exit_at_once(EXIT_CODE, f"error: RankFailedError: {error}\n" if speaks else "")
+
     def _at_exit(self) -> None:
         """The process ends while in the job: no destructor of a process group may wait for the others."""
         cause, dist = getattr(sys, "last_value", None), sys.modules["torch"].distributed
@@ -388,10 +389,6 @@ def _is_lost_peer(error: Exception) -> bool:
     is_dist_error = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # torch's, not loaded here
     is_foreign = isinstance(error, RuntimeError) and not isinstance(error, MedhaError)
     return is_foreign and (is_dist_error or any(sign in str(error) for sign in signs))
-
-
-def _end_at_once(message: str, speaks: bool) -> None:
-    exit_at_once(EXIT_CODE, f"error: RankFailedError: {message}\n" if speaks else "")
 
 
 def _is_in_transfer(thread: threading.Thread) -> bool:

@@ -91,8 +91,7 @@ class Merge:
                 digests.append((meant, group, self._compare(meant, rank)))
             memory = self.memory if size <= MOST_BYTES else None
             mine = told[0].new_empty(size, dtype=torch.uint8)
-            for view, values in zip(views_of(mine, told), told, strict=True):
-                view.copy_(values)
+            torch._foreach_copy_(views_of(mine, told), told)
             if memory is None:
                 theirs = torch.empty_like(mine)
                 arriving.append((group, told, theirs.contiguous))  # itself

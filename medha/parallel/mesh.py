@@ -188,7 +188,9 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
         tp_mesh = _tp_mesh(dist.group.WORLD, device.type, _tp_neighbours(config), timeout)
         pipe = dist.new_group(timeout=timeout)
         report, control = (dist.new_group(timeout=limit, backend="gloo") for limit in (timeout, _CONTROL_TIMEOUT))
-        merge = _own_group(_merge_neighbours(config), timeout) if config.kvp > 1 else None
+        step = config.spp * config.tp  # to who has the same stage and tensor-parallel index in the next group
+        merging = [range(first, config.kvp * step, step) for first in range(step)]
+        merge = _own_group(merging, timeout) if config.kvp > 1 else None
         transfer = dist.new_group(timeout=timeout) if config.decode_replicas else None
         tp_group, place = tp_mesh.get_group(), config.coordinates(launch.rank)
         return Ranks(config, launch.rank, *place, tp_mesh, tp_group, pipe, report, control, merge, transfer, job)
@@ -218,12 +220,6 @@ def _tp_neighbours(config: ParallelConfig) -> tuple[tuple[int, ...], ...]:
     """The global ranks of each tensor-parallel group: those of one group and stage."""
     groups = groupby(range(config.world_size), key=lambda rank: config.coordinates(rank)[:2])
     return tuple(tuple(ranks) for _, ranks in groups)
-
-
-def _merge_neighbours(config: ParallelConfig) -> list[range]:
-    """The global ranks that merge parts of attention: those of each stage and tensor-parallel index."""
-    size = config.spp * config.tp
-    return [range(first, config.kvp * size, size) for first in range(size)]
 
 
 def _destroy_all() -> None:

@@ -64,8 +64,7 @@ class SharedMemory:
     def receive(self, rank: int, num_bytes: int) -> torch.Tensor:
         """The next message of a rank, which stays until this rank has sent it another; waits for it. Raises as
         :func:`_await`."""
-        limit_s = self._ranks.config.dist_timeout_s
-        return self._received[rank].take(num_bytes, self._ranks, rank, self._look_us, limit_s)
+        return self._received[rank].take(num_bytes, self._ranks, rank, self._look_us, self._ranks.config.dist_timeout_s)
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """A contiguous tensor of at most MOST_BYTES of every member, in order; each of them calls this. Those of others

@@ -94,13 +94,12 @@ class StagePipe:
     def post(self, batch: Batch) -> None:
         """Post the receive of a batch's hidden states, on CUDA of its digest alone; batches are posted in the order in
         which they run."""
-        if self._previous is not None:
+        if (rank := self._previous) is not None:
             width = self._width(batch)
-            part = self._post_slice(width) if self._aside is None else lambda: self._post_slice(width)()
-            self._receives.append((self.digests.post(self._previous), part))
+            part = self._post_slice(rank, width) if self._aside is None else lambda: self._post_slice(rank, width)()
+            self._receives.append((self.digests.post(rank), part))
 
-    def _post_slice(self, width: int) -> Callable[[], torch.Tensor]:
-        assert self._previous is not None, "the first stage receives no hidden states"
+    def _post_slice(self, rank: int, width: int) -> Callable[[], torch.Tensor]:
         free, used = self._free_receives.pop() if self._free_receives else (None, None)
         if free is not None and free.untyped_storage().nbytes() >= width * self._like.itemsize:
             slice_1W = free.as_strided((1, width), (width, 1), 0)
@@ -108,7 +107,7 @@ class StagePipe:
             slice_1W = self._like.new_empty(1, width)
             used = record_event(self._device)  # whoever had this memory before may still use it
         with beside(self._aside, used):
-            return post_receive(slice_1W, self._previous, self._group, 0)
+            return post_receive(slice_1W, rank, self._group, 0)
 
     def receive(self, batch: Batch) -> torch.Tensor:
         """The hidden states [T, D] of the oldest posted batch, until the next call; waits for them: on CUDA the host

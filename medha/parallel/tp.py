@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Mapping
 from functools import reduce
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,10 +51,9 @@ def local_slices(parameter: torch.Tensor) -> tuple[slice, ...] | None:
     """Which part of the whole tensor this rank holds of a DTensor, as an index; None for all of a plain one."""
     if not hasattr(parameter, "to_local"):
         return None
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    split = cast(DTensor, parameter)
+    split: Any = parameter
     shape, offset = compute_local_shape_and_global_offset(split.shape, split.device_mesh, split.placements)
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 

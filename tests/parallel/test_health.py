@@ -135,7 +135,7 @@ def test_a_process_is_ended_whose_output_nobody_reads(
 ) -> None:
     monkeypatch.setattr("os._exit", ended := Mock())
     monkeypatch.setattr(sys, unread, Mock(write=Mock(side_effect=BrokenPipeError), flush=Mock(side_effect=OSError)))
-    health._end_at_once("rank 1: boom", True)
+    Monitor._end(Mock(), "rank 1: boom", True)
     ended.assert_called_once_with(4)
     assert capsys.readouterr().err == ("error: RankFailedError: rank 1: boom\n" if unread == "stdout" else "")
 

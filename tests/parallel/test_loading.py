@@ -93,7 +93,7 @@ def build(folder: Path, broken: int | None, options: dict[str, Any]) -> tuple[st
             stack.callback(library.cache_clear)
         with build_role(EngineConfig.from_flat(str(folder), num_kv_blocks=8, **options)) as role:
             runner = role.runner
-            product = runner.model.model["layers"]["0"].self_attn._qkv
+            product = runner.model.model["layers"]["0"].mlp._gated
             owner = getattr(product, "func", product).__module__
             return runner.backend.name, owner, runner.model.fused is not None, said.getvalue()
 
