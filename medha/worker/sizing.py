@@ -99,10 +99,9 @@ def bytes_beside_kv(config: EngineConfig, shard: ModelShard, model: Decoder, bac
 @torch.inference_mode()
 def _run_step(model: Decoder, shard: ModelShard, num_tokens: int, num_drawn: int) -> None:
     """Run the layers on so many tokens, and draw from so many rows of logits."""
-    rope, device = model.config.rope, shard.device
-    inv_freq = inverse_frequencies(rope, model.config.head_dim).to(device)
-    cos_sin_TH = cos_sin(torch.zeros(num_tokens, dtype=torch.int64, device=device), inv_freq)
-    x_TD = torch.zeros(num_tokens, model.config.hidden_size, dtype=shard.dtype, device=device)
+    inv_freq = inverse_frequencies(model.config.rope, model.config.head_dim).to(shard.device)
+    cos_sin_TH = cos_sin(torch.zeros(num_tokens, dtype=torch.int64, device=shard.device), inv_freq)
+    x_TD = torch.zeros(num_tokens, model.config.hidden_size, dtype=shard.dtype, device=shard.device)
     x_TD = model(x_TD, cos_sin_TH, lambda layer, q_TNH, k_TKH, v_TKH: q_TNH.new_zeros(q_TNH.shape))
     if model.has_head:
         slot = SlotSampling(SamplingParams(temperature=1.0, top_p=0.9, logprobs=1).resolve({}), 0, (), 1)
