@@ -17,7 +17,7 @@ NOTHING: Any = None
 class Flight:
     """Batches in flight on given groups, whose ends are set by hand."""
 
-    def __init__(self, news: threading.Event | None, *groups: tuple[int, ...]) -> None:
+    def __init__(self, news: threading.Event, *groups: tuple[int, ...]) -> None:
         self.flight = InFlight(news)
         self.done: set[int] = set()
         for number, its in enumerate(groups):
@@ -25,19 +25,10 @@ class Flight:
             step = PendingStep(NOTHING, lambda number=number: number in self.done)  # type: ignore[misc]
             self.flight.sent(NOTHING, Decision(batch), float(number), batch, step)
 
-    def next(self, wait_s: float | None = 0.0) -> int | None:
+    def next(self, wait_s: float = 0.0) -> int | None:
         """The number of the batch to complete now."""
         index = self.flight.await_done(wait_s)
         return None if index is None else self.flight[index].batch.batch_id
-
-
-def test_in_order_the_oldest_is_next() -> None:
-    """Its result is waited for, whether it is done or not."""
-    one = Flight(None, (0,), (1,))
-    one.done |= {0, 1}
-    assert one.next() == 0
-    one.flight.completed(0, 1.0)
-    assert one.next() == 1
 
 
 def test_on_lanes_any_that_is_done_is_next_but_none_before_an_older_one_of_its_groups() -> None:

@@ -4,18 +4,16 @@ import io
 import json
 import logging
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from medha.cli.files import opened
 from medha.engine.admission import tokenise
 from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import output_line, read_requests, write_line
-from medha.errors import ConfigError, RequestError, UnsupportedFeatureError, ValidationError
+from medha.errors import ConfigError, UnsupportedFeatureError, ValidationError
 from medha.outputs import CompletionOutput, Explanation, Logprob, RequestMetrics, RequestOutput
 from medha.params import SLO, SamplingParams
 from medha.serve.protocol import explained
@@ -226,11 +224,6 @@ def test_seeds_go_by_the_place_in_the_file(tmp_path: Path) -> None:
     assert all(arrival.error is None for arrival in large if arrival.request_id != "line-2")
 
 
-def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'\xef\xbb\xbf{"prompt": "x"}\n')))
-    assert [arrival.prompt for arrival in read_requests(Path("-"), {})] == [{"prompt": "x"}]
-
-
 LIMITED = """
 import resource, sys
 from pathlib import Path
@@ -253,15 +246,6 @@ def test_a_file_at_its_limit_ends_with_a_whole_line(tmp_path: Path) -> None:
     done = run_python("-c", LIMITED, path)
     assert done.stdout == f"output file {path}: File too large; what was written before is kept\n", done.stderr
     assert path.read_text() == "a line of thirty characters..\n" * 3
-
-
-def test_a_pipe_whose_reader_has_gone_is_named(tmp_path: Path) -> None:
-    os.mkfifo(path := tmp_path / "pipe")
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with opened(path) as file:
-        os.close(reader)
-        with pytest.raises(RequestError, match=r"output file .*pipe: Broken pipe"):
-            write_line(file, make_output())
 
 
 def test_a_line_says_whether_its_text_gets_special_tokens(tmp_path: Path) -> None:

@@ -2,30 +2,9 @@
 
 import signal
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from medha.engine.threads import Turns
-
-
-def test_it_is_re_entrant_and_one_threads_alone() -> None:
-    turns, inside, most = Turns(), [], []
-
-    def work() -> None:
-        for _ in range(200):
-            with turns:
-                inside.append(1)
-                with turns:
-                    time.sleep(0)
-                    most.append(len(inside))
-                most.append(len(inside))
-                inside.pop()
-
-    with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(work) for _ in range(4)]:
-            done.result()
-    assert most == [1] * 1600
 
 
 def test_who_waits_comes_before_who_asks_again() -> None:
