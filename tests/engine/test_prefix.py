@@ -12,69 +12,14 @@ from medha import LLM, SamplingParams
 from medha.engine.prefix import PrefixIds
 from medha.engine.replay import replay
 from medha.errors import ConfigError, NonFiniteLogitsError, ValidationError
-from medha.worker.swap import HostCache
 from tests.engines import poison
-from tests.serving import GREEDY, Model, finish, greedy_of, random_ids
+from tests.serving import GREEDY, Model, finish, random_ids
 
 OPTIONS: dict[str, Any] = {"quantum_s": 0.25, "num_kv_blocks": 48, "block_size": 64, "chunk_size": 128}
 
 
 def make(model: Model, **options: Any) -> LLM:
     return LLM(str(model.folder), **OPTIONS | options)
-
-
-def test_tokens_are_those_of_transformers_whatever_is_shared(bytes_model: Model) -> None:
-    document = random_ids(300, seed=1)
-    prompts = [document[:n] + random_ids(40, seed=n + 1) for n in (300, 290, 130, 64, 20, 300, 299)] + [document]
-    expected = greedy_of(bytes_model.reference, prompts, 12)
-    for options in ({}, {"num_kv_blocks": 8, "overcommit": True}, {"block_size": 16, "num_kv_blocks": 64}):
-        with make(bytes_model, **options) as llm:
-            params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-            for together in ([0, 1, 2], [3], [4, 5, 6, 7], list(range(8))):
-                outputs = llm.generate([{"prompt_token_ids": prompts[i]} for i in together], params)
-                assert [one.outputs[0].token_ids for one in outputs] == [expected[i] for i in together]
-            if not options:
-                assert [one.num_cached_tokens for one in outputs][:3] == [336, 320, 160]
-            assert llm.engine.scheduler.memory.num_used == 0
-
-
-@pytest.mark.parametrize("options", [{}, {"overcommit": True}, {"block_size": 16, "num_kv_blocks": 40}], ids=str)
-def test_what_went_to_the_host_is_not_computed_again(
-    bytes_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    """And a journal replays every hit, and what was read back."""
-    monkeypatch.setattr(HostCache, "measure_block_s", lambda self: 1e-9)
-    prompts = [random_ids(450, seed=seed) for seed in range(4)]
-    expected = greedy_of(bytes_model.reference, prompts, 8)
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    document, journal = random_ids(200, seed=8), tmp_path / "journal"
-    for swap_space in (0, "64MiB"):
-        with make(bytes_model, **({"num_kv_blocks": 10, "swap_space": swap_space} | options), journal=journal) as llm:
-            cached = []
-            for turn in (0, 1, 2, 0, 3, 1, 0, 0):
-                (output,) = llm.generate({"prompt_token_ids": prompts[turn]}, params)
-                assert output.outputs[0].token_ids == expected[turn]
-                cached.append(output.num_cached_tokens)
-            for turns in ((1, 1), (2, 2), (3, 2, 0)):
-                outputs = llm.generate([{"prompt_token_ids": prompts[turn]} for turn in turns], params)
-                assert [one.outputs[0].token_ids for one in outputs] == [expected[turn] for turn in turns]
-                cached.append(min(one.num_cached_tokens for one in outputs))
-            for n in (200, 190):
-                outputs = llm.generate([{"prompt_token_ids": [*document[:n], seed]} for seed in range(3)], GREEDY)
-            assert min(one.num_cached_tokens for one in outputs) >= 176
-            memory = llm.engine.scheduler.memory
-            assert memory.num_used == 0
-            llm.reset_prefix_cache()
-            assert all(pool.num_used == 0 for pool in (*memory.pools, *(host.pool for host in memory.hosts)))
-            assert replay(journal).mismatch is None  # each line is there as soon as it is written
-            with pytest.raises(ConfigError, match="a journal begins before the first request"):
-                llm.engine.record(io.StringIO())
-            llm.generate({"prompt_token_ids": document}, GREEDY)
-        found = replay(journal)
-        assert found.mismatch is None and found.num_batches > 10
-        assert cached[7] == 448
-        known = [num >= 384 for num in (*cached[3:7], cached[8])]
-        assert known == ([True, False, True, True, True] if swap_space else [False] * 5)
 
 
 @pytest.mark.parametrize("changes", [{"n": 3, "temperature": 1.0, "seed": 5}, {"repetition_penalty": 5.0}], ids=str)
@@ -104,9 +49,10 @@ def test_a_chat_computes_what_is_new(bytes_model: Model) -> None:
             history += output.outputs[0].token_ids
 
 
-def test_salts_and_tenants_keep_apart(bytes_model: Model) -> None:
-    ids = random_ids(200, seed=6)
-    with make(bytes_model) as llm:
+def test_salts_and_tenants_keep_apart_and_a_reset_forgets_all(bytes_model: Model, tmp_path: Path) -> None:
+    """As a journal replays, each of whose lines is there as soon as it is written."""
+    ids, journal = random_ids(200, seed=6), tmp_path / "journal"
+    with make(bytes_model, journal=journal) as llm:
 
         def cached(salt: str | None = None, tenant: str = "") -> int:
             prompt = {"prompt_token_ids": ids, "cache_salt": salt}
@@ -115,9 +61,11 @@ def test_salts_and_tenants_keep_apart(bytes_model: Model) -> None:
         assert [cached(), cached(), cached("a"), cached("a"), cached("b")] == [0, 192, 0, 192, 0]
         assert [cached(tenant="t"), cached(tenant="t"), cached("a", "t")] == [0, 192, 0]
         llm.reset_prefix_cache()
-        assert cached() == 0
+        assert cached() == 0 and replay(journal).mismatch is None
         with pytest.raises(ValidationError, match="cache_salt=5"):
             cached(5)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="a journal begins before the first request"):
+            llm.engine.record(io.StringIO())
 
 
 def test_an_aborted_request_goes_on_where_it_was(bytes_model: Model) -> None:
