@@ -1,6 +1,5 @@
 """The plan of a step: how it prints, travels as integers, and stays as it is."""
 
-import dataclasses
 from array import array
 
 import pytest
@@ -14,24 +13,22 @@ BATCH = Batch(
     extents=(Extent(0, 5, 2), Extent(1, 9, 1)),
     frees=(3, 4),
 )
-SHARED = Batch(
+FULL = Batch(
     batch_id=8,
     rows=(
         Row(5, 900, 1, True, True, 1, 3),
         Row(6, 40, 1, True, True, 2, 1),
+        Row(4, 20, 11, False, True, 1, 2, True),
         Row(0, 64, 16, False, False, 0, 2),
         Row(1, 0, 4, False, True, 3, 1),
     ),
-    extents=(Extent(0, 5, 2, 1), Extent(1, 0, 1, 3), Extent(5, 7, 1, 3), Extent(2, 4, 1)),
+    extents=(Extent(0, 5, 2, 1), Extent(1, 0, 1, 3), Extent(4, 6, 1, 2), Extent(2, 4, 1)),
     frees=(9,),
-)
-SWAPPED = Batch(
-    batch_id=9,
-    rows=(Row(6, 41, 1, False, True), Row(7, 0, 8, False, False, 1)),
-    extents=(Extent(6, 3, 3), Extent(7, 0, 1, 1)),
-    frees=(4, 6),
     swaps_out=(Swap(0, 8, 0, 2), Swap(1, 5, 7, 1)),
     swaps_in=(Swap(0, 3, 2, 3),),
+    shared=(Shared(7, 1, 64, 32),),
+    copies=(Copy(1, 3, 4, 16),),
+    deals=(Deal(4, 1, 20, 10), Deal(4, 2, 0, 10)),
 )
 INT32 = st.integers(-(2**31), 2**31 - 1)
 FOUR = (INT32, INT32, INT32, INT32)
@@ -43,13 +40,6 @@ NONE = st.just(())
 BATCHES = st.builds(
     Batch, INT32, ROWS, EXTENTS, FREES, NONE | SWAPS, NONE | SWAPS, NONE | SHARES, NONE | COPIES, NONE, st.none()
 )
-DEALT = Batch(
-    batch_id=11,
-    rows=(Row(3, 60, 1, True, True, 2), Row(4, 20, 11, False, True, 1, 2, True), Row(5, 0, 9, False, False, 0, 2)),
-    extents=(Extent(4, 6, 1, 2),),
-    deals=(Deal(4, 1, 20, 10), Deal(4, 2, 0, 10)),
-)
-
 PRINTED = """\
 batch 7: 3 rows, 21 tokens
   slot 2 decode [40]
@@ -59,36 +49,34 @@ batch 7: 3 rows, 21 tokens
   slot 1 + blocks [9:10]
   slot 3 freed
   slot 4 freed
-batch 8: 4 rows, 22 tokens
+batch 8: 5 rows, 33 tokens
   slot 5 decode [900] on groups 1-3
   slot 6 decode [40] on group 2
+  slot 4 prefill [20:31] last dealt to groups 1-2
   slot 0 prefill [64:80] on groups 0-1
   slot 1 prefill [0:4] last on group 3
   slot 0 + blocks [5:7] of group 1
   slot 1 + blocks [0:1] of group 3
-  slot 5 + blocks [7:8] of group 3
+  slot 4 + blocks [6:7] of group 2
   slot 2 + blocks [4:5]
   slot 9 freed
-batch 9: 2 rows, 9 tokens
-  slot 6 prefill [41:42] last
-  slot 7 prefill [0:8] on group 1
-  slot 6 + blocks [3:6]
-  slot 7 + blocks [0:1] of group 1
-  slot 4 freed
-  slot 6 freed
   out: blocks [8:10], host blocks [0:2]
   out: blocks [5:6], host blocks [7:8] of group 1
   in: blocks [3:6], host blocks [2:5]
+  slot 7 shares [64:96] on group 1
+  16 tokens of block 3 to block 4 of group 1
+  slot 4 holds 20 on group 1, then 10
+  slot 4 holds 0 on group 2, then 10
 batch 0: 0 rows, 0 tokens"""
 
 
 def test_printing_moves_and_runs() -> None:
-    assert "\n".join(map(str, (BATCH, SHARED, SWAPPED, Batch(0, ())))) == PRINTED
-    assert SWAPPED.moves and not BATCH.moves
-    assert [SWAPPED.num_moved_blocks(group) for group in range(3)] == [5, 1, 0]
-    runs = [(row.span, row.writer, row.is_shared) for row in SHARED.rows]
+    assert "\n".join(map(str, (BATCH, FULL, Batch(0, ())))) == PRINTED
+    assert FULL.moves and not BATCH.moves
+    assert [FULL.num_moved_blocks(group) for group in range(3)] == [5, 1, 0]
+    runs = [(row.span, row.writer, row.is_shared) for row in FULL.rows if not row.is_dealt]
     assert runs == [((1, 3), 3, True), ((2, 2), 2, False), ((0, 1), 1, True), ((3, 3), 3, False)]
-    assert SHARED.groups == {0, 1, 2, 3}
+    assert FULL.groups == {0, 1, 2, 3}
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -113,30 +101,18 @@ def test_layout_of_the_integers() -> None:
     header = (7, 3, 2, 2, 0, 0, 0, 0, 0)
     rows = [*(2, 40, 1, 3, 0, 1), *(0, 0, 16, 0, 0, 1), *(1, 16, 4, 2, 0, 1)]
     assert BATCH.to_ints() == array("i", [*header, *rows, *(3, 4), *(0, 5, 2, 0), *(1, 9, 1, 0)])
-    assert SHARED.to_ints()[9:21] == array("i", [*(5, 900, 1, 3, 1, 3), *(6, 40, 1, 3, 2, 1)])
-    more = [*(0, 8, 0, 2), *(1, 5, 7, 1), *(0, 3, 2, 3), *(7, 1, 64, 32), *(1, 3, 4, 16)]
-    found = dataclasses.replace(SWAPPED, shared=(Shared(7, 1, 64, 32),), copies=(Copy(1, 3, 4, 16),))
-    assert found.to_ints()[4:9] == array("i", [2, 1, 1, 1, 0])
-    assert found.to_ints()[-20:] == array("i", more)
-    assert str(found).endswith("slot 7 shares [64:96] on group 1\n  16 tokens of block 3 to block 4 of group 1")
+    rows = [*(5, 900, 1, 3, 1, 3), *(6, 40, 1, 3, 2, 1), *(4, 20, 11, 6, 1, 2)]
+    assert FULL.to_ints()[:27] == array("i", [*(8, 5, 1, 4, 2, 1, 1, 1, 2), *rows])
+    moves = [*(0, 8, 0, 2), *(1, 5, 7, 1), *(0, 3, 2, 3), *(7, 1, 64, 32), *(1, 3, 4, 16)]
+    assert FULL.to_ints()[-28:] == array("i", [*moves, *(4, 1, 20, 10), *(4, 2, 0, 10)])
+    assert Batch.from_ints(FULL.to_ints()) == FULL
 
 
 def test_a_dealt_row() -> None:
-    assert str(DEALT).splitlines()[2:] == [
-        "  slot 4 prefill [20:31] last dealt to groups 1-2",
-        "  slot 5 prefill [0:9] on groups 0-1",
-        "  slot 4 + blocks [6:7] of group 2",
-        "  slot 4 holds 20 on group 1, then 10",
-        "  slot 4 holds 0 on group 2, then 10",
-    ]
-    assert DEALT.to_ints()[18] == 6
-    assert DEALT.to_ints()[-8:] == array("i", [*(4, 1, 20, 10), *(4, 2, 0, 10)])
-    assert Batch.from_ints(DEALT.to_ints()) == DEALT
-    parts = [DEALT.part_of(group) for group in range(3)]
-    assert [part.num_tokens for part in parts] == [9, 9 + 5, 1 + 6]
-    assert [part.rows[-1].slot for part in parts] == [5, 4, 4]  # behind the shared one
-    assert [part.deals for part in parts] == [(), DEALT.deals, DEALT.deals]
-    assert DEALT.num_tokens == 21
+    parts = [FULL.part_of(group) for group in range(3)]
+    assert [part.num_tokens for part in parts] == [16, 1 + 16 + 5, 1 + 1 + 6]
+    assert [part.rows[-1].slot for part in parts] == [0, 4, 4]  # behind the shared ones
+    assert [part.deals for part in parts] == [(), FULL.deals, FULL.deals]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -181,7 +157,7 @@ def test_round_trip(batch: Batch) -> None:
 
 
 def test_every_wrong_length_is_refused() -> None:
-    for batch, header in ((DEALT, ""), (BATCH, r"header \(7, 3, 2, 2, 0, 0, 0, 0, 0\) ")):
+    for batch, header in ((FULL, ""), (BATCH, r"header \(7, 3, 2, 2, 0, 0, 0, 0, 0\) ")):
         ints = list(batch.to_ints())
         for length in range(len(ints)):
             message = f"at least 9 integers, got {length}" if length < 9 else f"{header}cannot have {length} integers"
