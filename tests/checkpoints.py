@@ -87,24 +87,15 @@ def reference_logits(model: transformers.PreTrainedModel, ids: list[int]) -> tor
 
 
 @torch.inference_mode()
-def reference_greedy(
-    model: transformers.PreTrainedModel, ids: list[int], num_tokens: int
-) -> tuple[list[int], torch.Tensor, float]:
-    """Greedy continuation by transformers with its KV cache.
-
-    Returns:
-        The tokens, the logits that chose each [num_tokens, V], and the smallest gap between first and second logit.
-    """
-    output = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
-    tokens, logits = [], []
+def reference_greedy(model: transformers.PreTrainedModel, ids: list[int], num_tokens: int) -> tuple[list[int], float]:
+    """Greedy continuation by transformers with its KV cache, and the smallest gap between first and second logit."""
+    output, tokens, gaps = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1), [], []
     for _ in range(num_tokens):
-        row = output.logits[0, -1].float()
-        logits.append(row)
-        tokens.append(int(row.argmax()))
-        output = model(torch.tensor([[tokens[-1]]]), past_key_values=output.past_key_values, use_cache=True)
-    stacked = torch.stack(logits)
-    top = stacked.topk(2, dim=-1).values
-    return tokens, stacked, float((top[:, 0] - top[:, 1]).min())
+        (first, second), (token, _) = output.logits[0, -1].float().topk(2)
+        tokens.append(int(token))
+        gaps.append(float(first - second))
+        output = model(torch.tensor([tokens[-1:]]), past_key_values=output.past_key_values, use_cache=True)
+    return tokens, min(gaps)
 
 
 def random_prompt(length: int, *, seed: int, vocab: int = VOCAB) -> list[int]:

@@ -23,6 +23,7 @@ from medha.text import Tokenizer, load_tokenizer
 from tests.checkpoints import make_checkpoint, random_prompt, reference_greedy
 from tests.engines import drained, left_behind, load_decoder, make_engine
 
+Tokens = list[list[int]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 random_ids = partial(random_prompt, vocab=256)
 NUM_TOKENS = 6
@@ -85,11 +86,11 @@ def serve_one(engine: Engine, prompt: Any, params: SamplingParams = GREEDY) -> R
     return finish(engine)["one"]
 
 
-def greedy_of(reference: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+def greedy_of(reference: Any, prompts: Tokens, num_tokens: int) -> Tokens:
     """Greedy tokens of transformers, clear of rounding."""
     found = [reference_greedy(reference, prompt, num_tokens) for prompt in prompts]
-    assert min(gap for _, _, gap in found) > MIN_GAP
-    return [tokens for tokens, _, _ in found]
+    assert min(gap for _, gap in found) > MIN_GAP
+    return [tokens for tokens, _ in found]
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class Case:
     """A model, prompts of 1 to 700 tokens and NUM_TOKENS that transformers says after each."""
 
     decoder: Decoder
-    prompts: list[list[int]]
-    expected: list[list[int]]
+    prompts: Tokens
+    expected: Tokens
 
 
 def make_case(folder: Path) -> Case:
