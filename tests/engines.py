@@ -16,16 +16,13 @@ import medha.worker.runner
 from medha.attention.interface import AttentionBackend, LayerShape
 from medha.attention.torch_backend import TorchBackend
 from medha.batch import Batch
-from medha.config import EngineConfig, SchedulerConfig
+from medha.config import EngineConfig, ParallelConfig, SchedulerConfig
 from medha.cost.predictor import Predictor
-from medha.cpu.library import lacks_products, library
 from medha.engine.build import build_role
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
-from medha.models.decoder import Decoder, build_decoder
+from medha.models.decoder import Decoder
 from medha.models.hf_config import load_model_config
-from medha.models.layers import OWN_KERNELS
-from medha.models.weights import Checkpoint, check_tensors, load_parameters
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
 from medha.sched.decision import Decision, Observer
@@ -34,6 +31,7 @@ from medha.text import Tokenizer
 from medha.timeline import Timeline
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
+from medha.worker.shard import ModelShard, load_model
 from medha.worker.swap import HostCache, Wait
 from tests.sched.virtual import by_tokens
 
@@ -47,14 +45,8 @@ def build_engine(config: EngineConfig, *, timeline: Timeline | None = None) -> E
 
 def load_decoder(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
     """The packed decoder of a folder."""
-    config = load_model_config(folder)
-    with Checkpoint(folder) as checkpoint:
-        check_tensors(checkpoint, config)
-        model = build_decoder(config, dtype=dtype, device=CPU)
-        load_parameters(dict(model.named_parameters()), checkpoint)
-    own = OWN_KERNELS._replace(packed_linear=None) if lacks_products(dtype) else OWN_KERNELS
-    model.pack_(fused=own if library()[0] else None)
-    return model
+    shard = ModelShard.at(load_model_config(folder), ParallelConfig(), 0, dtype)
+    return load_model(EngineConfig(str(folder)), shard, None, folder, TorchBackend())
 
 
 def make_engine(

@@ -3,6 +3,7 @@
 import gc
 import os
 import weakref
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from tests.checkpoints import random_prompt, reference_logits
 from tests.engines import drained, poison
 from tests.sched.virtual import make_predictor
 from tests.serving import ANSWER, GREEDY, Model, assert_empty, fail_in_run, finish, greedy_of, question, serve_one
-from tools.serve_overhead import Timetable, make_engine
+from tools.serve_overhead import make_engine
 
 Tokens = list[list[int]]
 NUM_TOKENS = 6
@@ -53,30 +54,28 @@ def step_forever(engine: Engine, outputs: dict[str, RequestOutput]) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_output_kinds(bytes_model: Model, expected: Tokens, depth: int) -> None:
-    seen: dict[str, dict[str, list[RequestOutput]]] = {}
-    for kind in ("cumulative", "delta", "final_only"):
+    seen = defaultdict[tuple[str, str], list[RequestOutput]](list)
+    kinds = ("cumulative", "delta", "final_only")
+    for kind in kinds:
         engine = bytes_model.engine(depth=depth, **SMALL)
         add_all(engine, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, output_kind=kind, logprobs=1))
-        seen[kind] = {str(i): [] for i in range(len(PROMPTS))}
         for output in drained(engine):
-            seen[kind][output.request_id].append(output)
+            seen[kind, output.request_id].append(output)
         assert_empty(engine)
     for i, tokens in enumerate(expected):
         text = bytes_model.tokenizer.decode(tokens)
-        cumulative, delta, final = ([o.outputs[0] for o in seen[kind][str(i)]] for kind in seen)
+        cumulative, delta, final = ([o.outputs[0] for o in seen[kind, str(i)]] for kind in kinds)
         assert [c.token_ids for c in cumulative] == [tokens[: n + 1] for n in range(NUM_TOKENS)]
         assert [c.token_ids for c in delta] == [[token] for token in tokens]
-        assert [c.token_ids for c in final] == [tokens]
-        assert cumulative[-1] == final[0]
+        assert cumulative[-1:] == final and final[0].token_ids == tokens
         assert final[0].text == "".join(c.text or "" for c in delta) == text
         assert all(text.startswith(c.text or "") for c in cumulative)
         assert [entry for c in delta for entry in c.logprobs or []] == final[0].logprobs
         assert [c.cumulative_logprob for c in delta] == [c.cumulative_logprob for c in cumulative]
-        for kind in seen:
-            assert [o.finished for o in seen[kind][str(i)]] == [False] * (len(seen[kind][str(i)]) - 1) + [True]
-            assert {o.prompt for o in seen[kind][str(i)]} == {None}
-            assert all(o.prompt_token_ids == PROMPTS[i] for o in seen[kind][str(i)])
         assert [c.finish_reason for c in cumulative] == [None] * (NUM_TOKENS - 1) + ["length"]
+    for (_, i), outputs in seen.items():
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert all((o.prompt, o.prompt_token_ids) == (None, PROMPTS[int(i)]) for o in outputs)
 
 
 def test_the_tokens_of_an_output_do_not_change_later_and_the_callers_list_is_his_own(bytes_model: Model) -> None:
@@ -239,23 +238,16 @@ def test_abort_at_any_step_harms_nobody(bytes_model: Model, expected: Tokens, op
     for abort_step in range(0, 36, 3 if options == {"depth": 2} else 5):
         engine = bytes_model.engine(max_num_seqs=3, num_blocks=16, **options, **SMALL)
         add_all(engine)
-        finished: dict[str, RequestOutput] = {}
-        step = 0
-        while engine.has_unfinished:
-            if step == abort_step:
-                engine.abort(victim)
-                engine.abort(victim)
-            finished.update((o.request_id, o) for o in engine.step() if o.finished)
-            step += 1
+        outputs = [output for _ in range(abort_step) for output in engine.step()]
+        engine.abort(victim)
+        engine.abort(victim)
+        ends = {output.request_id: output for output in (*outputs, *drained(engine)) if output.finished}
         assert_empty(engine)
         for i, tokens in enumerate(expected):
-            completion = finished[str(i)].outputs[0]
-            if str(i) != victim or completion.finish_reason == "length":
-                assert completion.token_ids == tokens
-            else:
-                assert completion.token_ids == tokens[: len(completion.token_ids)]
-                assert finished[str(i)].error is None
-        aborted = finished[victim].outputs[0]
+            completion = ends[str(i)].outputs[0]
+            assert completion.token_ids == tokens[: len(completion.token_ids)] and ends[str(i)].error is None
+            assert len(completion.token_ids) == NUM_TOKENS or (str(i), completion.finish_reason) == (victim, "abort")
+        aborted = ends[victim].outputs[0]
         reasons.add((aborted.finish_reason, bool(aborted.token_ids)))
     assert reasons >= {("abort", False), ("abort", True), ("length", True)}
 
@@ -495,42 +487,22 @@ def test_who_has_ended_is_freed_without_the_garbage_collector(bytes_model: Model
         gc.enable()
 
 
-class Counted(Timetable):
-    """Counts the requests that it has; a batch takes no time."""
-
-    num_open = 0
-
-    def open(self, *args: Any, **options: Any) -> None:
-        self.num_open += 1
-
-    def close(self, slot: int) -> None:
-        self.num_open -= 1
-
-
 def resident_bytes() -> int:
     """Memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def serve_all(engine: Engine, num_requests: int) -> int:
-    """Everything at once, to the end; returns the most memory meanwhile."""
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, output_kind="final_only")
-    for i in range(num_requests):
-        engine.add_request(str(i), [i % 256] * (5 + i % 50), params)
-    num_served, most = 0, 0
-    while engine.has_unfinished:
-        num_served += sum(output.outputs[0].token_ids == [7] * 4 for output in engine.step())
-        most = max(most, resident_bytes())
-    assert num_served == num_requests
-    return most
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_thousands_at_once_are_all_served_in_flat_memory() -> None:
-    engine = make_engine(0.0, runner=(runner := Counted(0.0)))
-    before, first = resident_bytes(), serve_all(engine, 2000)
-    gc.collect()
-    assert first - before < 140 * 2**20  # 70 KB a request
-    assert serve_all(engine, 700) - first < 20 * 2**20  # nothing is kept of those that were served
-    scheduler = engine.scheduler
-    assert (runner.num_open, scheduler.num_running, scheduler.num_waiting, scheduler.memory.num_used) == (0, 0, 0, 0)
+    """70 KB a request; of those that were served nothing is kept."""
+    engine, most = make_engine(0.0), [resident_bytes()]
+    engine.on_step = lambda *_: most.append(resident_bytes())
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, output_kind="final_only")
+    for num_requests, most_grown in ((2000, 140 * 2**20), (700, 20 * 2**20)):
+        before = max(most)
+        for i in range(num_requests):
+            engine.add_request(str(i), [i % 256] * (5 + i % 50), params)
+        assert [output.outputs[0].token_ids for output in drained(engine)] == [[7] * 4] * num_requests
+        assert max(most) - before < most_grown
+        gc.collect()
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (0, 0)
