@@ -108,19 +108,3 @@ def test_code_in_the_folder_is_ignored(folder: Path, caplog: pytest.LogCaptureFi
     with LLM(folder, **OPTIONS) as llm:
         assert llm.generate("a", GREEDY)[0].finished
     assert "auto_map is ignored" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "fuel"),
-    ],
-)
-def test_bad_chat_template_fails_chats_alone(folder: Path, template: str, reason: str) -> None:
-    edit_config(folder, "tokenizer_config.json", chat_template=template)
-    with LLM(folder, **OPTIONS) as llm:
-        with pytest.raises(errors.ValidationError, match=reason) as caught:
-            llm.chat([{"role": "user", "content": "hi"}])
-        assert caught.value.param == "messages"
-        assert llm.generate("a", GREEDY)[0].finished
