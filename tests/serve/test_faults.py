@@ -228,18 +228,14 @@ def test_malformed_bodies_are_refused_and_leave_nothing(server: Server) -> None:
 
 
 def test_an_error_does_not_repeat_what_was_sent(server: Server) -> None:
-    for field in ("prompt", "stop", "temperature", "priority", "logit_bias", "slo", "stream", "model", "seed"):
-        for value in ("SECRET" * 60, ["SECRET" * 60], {"SECRET": "SECRET"}):
-            status, told, _ = server.post(PATH, {"prompt": "x", "max_tokens": 1, field: value})
-            assert status == 200 or "SECRET" not in json.dumps(told)
-    secrets = ("SECRET; accepted: SECRET", ["SECRET"], {"SECRET": ["SECRET"]}, [{"role": {"SECRET": 1}}])
+    secrets = ("SECRET; accepted: SECRET", ["SECRET" * 60], {"SECRET": ["SECRET"]}, [{"role": {"SECRET": 1}}])
     for path, body in (
         (PATH, asked(5, 1)),
         (CHAT, asked_in_chat()),
         ("/tokenize", {"prompt": "x"}),
         ("/detokenize", {}),
     ):
-        for field in (*KNOWN_FIELDS, "tokens", "top_logprobs"):
+        for field in (*KNOWN_FIELDS, "tokens", "top_logprobs", "model", "stream"):
             for value in secrets:
                 status, told, _ = server.post(path, body | {field: value})
                 assert status == 200 or "SECRET" not in json.dumps(told)
@@ -317,13 +313,11 @@ def test_a_step_that_fails_ends_the_streams_with_an_error(
     assert server.post(PATH, asked(10, 1))[0] == 503
 
 
-def test_a_request_that_fails_is_a_line_of_the_log(
-    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_a_request_that_fails_is_a_line_of_the_log(server: Server, monkeypatch: Any, caplog: Any) -> None:
     """Of a stream too; the traceback is there once."""
+    failed = NonFiniteLogitsError("no number")
     monkeypatch.setattr(app, "_traced", set())
     monkeypatch.setattr(Completion, "take", lambda self, _, now_s: self.finish("error", now_s, error=failed) or True)
-    failed, server = NonFiniteLogitsError("no number"), start(bytes_model.engine())
     for stream in (True, False, True):
         assert "NonFiniteLogitsError" in json.dumps(server.post(PATH, asked(5, 1, stream=stream))[1])
     assert [record.getMessage() for record in caplog.records] == [f"{PATH} failed: no number"] * 3
