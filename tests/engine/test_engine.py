@@ -160,29 +160,19 @@ def test_bad_logits_end_one_completion(bytes_model: Model, monkeypatch: pytest.M
 
 # -- ends ------------------------------------------------------------------------------------------------------
 
-DOT, DASH, SEVEN, NEWLINE = (ord(c) for c in ".-7\n")
+DASH, NEWLINE = ord("-"), ord("\n")
+# Where ends meet; tests/fuzz draws the plain ones, and what is looked for is searched in tests/text.
 ENDS: dict[str, tuple[dict[str, Any], str, str, str | int | None]] = {
     "eos": ({}, ANSWER, "stop", None),
-    "eos included": ({"include_stop_str_in_output": True}, ANSWER + "\n", "stop", None),
-    "stop over tokens": ({"stop": "29-a"}, " 74", "stop", "29-a"),
-    "stop included": ({"stop": "29-a", "include_stop_str_in_output": True}, " 7429-a", "stop", "29-a"),
-    "first of several": ({"stop": ["zzz", "amber", "-"]}, " 7429", "stop", "-"),
     "stop at once": ({"stop": " "}, "", "stop", " "),
     "stop with the last token": ({"stop": "42", "max_tokens": 4}, " 7", "stop", "42"),
-    "stop waits for a better match": ({"stop": ["29-x", "29"]}, " 74", "stop", "29"),
     "better match ended by length": ({"stop": ["29-x", "29"], "max_tokens": 6}, " 74", "stop", "29"),
-    "stop begun, not ended": ({"stop": "29-x", "max_tokens": 6}, " 7429-", "length", None),
     "stop begun at eos": ({"stop": ".x"}, ANSWER, "stop", None),
     "eos before stop": ({"stop": "\n"}, ANSWER, "stop", None),
-    "stop id": ({"stop_token_ids": [DASH]}, " 7429", "stop", DASH),
-    "stop id included": ({"stop_token_ids": [DASH], "include_stop_str_in_output": True}, " 7429-", "stop", DASH),
     "stop id flushes text": ({"stop_token_ids": [DASH], "stop": "9-"}, " 7429", "stop", DASH),
     "stop id that is eos": ({"stop_token_ids": [NEWLINE]}, ANSWER, "stop", None),
-    "length": ({"max_tokens": 4}, " 742", "length", None),
     "eos as last token": ({"max_tokens": len(ANSWER) + 1}, ANSWER, "stop", None),
-    "ignore eos": ({"ignore_eos": True, "max_tokens": len(ANSWER) + 1}, ANSWER + "\n", "length", None),
     "ignore eos, stop id": ({"ignore_eos": True, "stop_token_ids": [NEWLINE]}, ANSWER, "stop", NEWLINE),
-    "ignore eos, stop": ({"ignore_eos": True, "stop": "\n"}, ANSWER, "stop", "\n"),
     "stop not before min_tokens": ({"stop": "7", "min_tokens": 3}, ANSWER, "stop", None),
     "stop with the min_tokens-th": ({"stop": "4", "min_tokens": 3}, " 7", "stop", "4"),
 }
@@ -493,16 +483,12 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-def test_thousands_at_once_are_all_served_in_flat_memory() -> None:
-    """70 KB a request; of those that were served nothing is kept."""
-    engine, most = make_engine(0.0), [resident_bytes()]
-    engine.on_step = lambda *_: most.append(resident_bytes())
+def test_thousands_at_once_take_70_kb_each() -> None:
+    """That nothing is kept of them is looked at in tests/serve/test_load.py."""
+    engine, taken = make_engine(0.0), [resident_bytes()]
+    engine.on_step = lambda *_: taken.append(resident_bytes())
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, output_kind="final_only")
-    for num_requests, most_grown in ((2000, 140 * 2**20), (700, 20 * 2**20)):
-        before = max(most)
-        for i in range(num_requests):
-            engine.add_request(str(i), [i % 256] * (5 + i % 50), params)
-        assert [output.outputs[0].token_ids for output in drained(engine)] == [[7] * 4] * num_requests
-        assert max(most) - before < most_grown
-        gc.collect()
-    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (0, 0)
+    for i in range(2000):
+        engine.add_request(str(i), [i % 256] * (5 + i % 50), params)
+    assert [output.outputs[0].token_ids for output in drained(engine)] == [[7] * 4] * 2000
+    assert max(taken) - taken[0] < 140 * 2**20
