@@ -4,8 +4,6 @@ Weights are drawn at ``initializer_range`` 0.2 with perturbed norms and biases: 
 attention, and half the prompts do not notice a merge with the wrong base.
 """
 
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +26,17 @@ SHAPE = {
 }
 
 
-@dataclass(frozen=True)
-class Family:
-    """A transformers model class and what sets it apart."""
-
-    model: type
-    config: type
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-_llama = partial(Family, transformers.LlamaForCausalLM, transformers.LlamaConfig)
-FAMILIES: dict[str, Family] = {
-    "llama": _llama(),
-    "llama-llama3": _llama({"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
-    "llama-yarn": _llama({"rope_parameters": YARN | {"rope_theta": 10000.0}}),
-    "llama-linear": _llama({"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
-    "llama-bias": _llama({"attention_bias": True}),
-    "mistral": Family(
-        transformers.MistralForCausalLM, transformers.MistralConfig, {"sliding_window": None, "head_dim": 32}
-    ),
-    "qwen2": Family(transformers.Qwen2ForCausalLM, transformers.Qwen2Config),
-    "qwen3": Family(transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {"head_dim": 32}),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-llama3": ("Llama", {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN | {"rope_theta": 10000.0}}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama-bias": ("Llama", {"attention_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
 }
+"""How transformers' classes of a family are called, and what sets it apart."""
 
 
 def make_checkpoint(
@@ -66,10 +53,11 @@ def make_checkpoint(
 
     With ``shard_size``, as transformers takes it, in files of about so many bytes.
     """
-    spec = FAMILIES[family]
+    name, options = FAMILIES[family]
     torch.manual_seed(seed)
-    config = spec.config(**{**SHAPE, **spec.options, "tie_word_embeddings": tied, **shape})
-    model = spec.model(config).eval()
+    fields = {**SHAPE, **options, "tie_word_embeddings": tied, **shape}
+    config = getattr(transformers, f"{name}Config")(**fields)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
