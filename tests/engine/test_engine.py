@@ -220,28 +220,6 @@ def test_no_text(bytes_model: Model, expected: Tokens, with_tokenizer: bool) -> 
 # -- aborts ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"depth": 1}, {"depth": 2}, {"depth": 4}, {"async_scheduling": True}], ids=str)
-@pytest.mark.parametrize("victim", ["0", "2", "3"])
-def test_abort_at_any_step_harms_nobody(bytes_model: Model, expected: Tokens, options: Any, victim: str) -> None:
-    """Queued, between chunks, while decoding, and after the end; with one request waiting for a place."""
-    reasons = set()
-    for abort_step in range(0, 36, 3 if options == {"depth": 2} else 5):
-        engine = bytes_model.engine(max_num_seqs=3, num_blocks=16, **options, **SMALL)
-        add_all(engine)
-        outputs = [output for _ in range(abort_step) for output in engine.step()]
-        engine.abort(victim)
-        engine.abort(victim)
-        ends = {output.request_id: output for output in (*outputs, *drained(engine)) if output.finished}
-        assert_empty(engine)
-        for i, tokens in enumerate(expected):
-            completion = ends[str(i)].outputs[0]
-            assert completion.token_ids == tokens[: len(completion.token_ids)] and ends[str(i)].error is None
-            assert len(completion.token_ids) == NUM_TOKENS or (str(i), completion.finish_reason) == (victim, "abort")
-        aborted = ends[victim].outputs[0]
-        reasons.add((aborted.finish_reason, bool(aborted.token_ids)))
-    assert reasons >= {("abort", False), ("abort", True), ("length", True)}
-
-
 def test_abort_flushes_text(needle: Model) -> None:
     engine = needle.engine(eos=(NEWLINE,))
     engine.add_request("one", question(), SamplingParams(temperature=0.0, max_tokens=32, stop="29-x"))
