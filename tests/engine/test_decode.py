@@ -1,6 +1,7 @@
 """Who is handed over to which decode instance, and when: schedulers alone, no model and no ranks."""
 
 import random
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -104,46 +105,80 @@ def test_one_that_ended_on_the_way_gives_its_blocks_back() -> None:
     assert batch.frees == (0,)  # whoever has the slot next comes behind
 
 
-def play(num_blocks: int, decodes: dict[int, Predictor], *, lanes: bool, is_async: bool = False, **more: Any) -> Play:
-    """Two prefill groups of so many blocks, or one where it is async, and decode instances by their blocks, with a
-    quarter of the usual buffers; all on a virtual clock."""
-    num_groups, times = 1 if is_async else 2, None
-    prefills = scheduler(num_blocks, num_groups, is_async=is_async)
-    if lanes:
-        times = ChunkTimes((1, 2), TIMES.coefficients[:2])
-        sizes: dict[str, Any] = {"num_blocks": num_blocks, "block_size": BLOCK, "num_groups": num_groups}
-        config, planner = SchedulerConfig("cdsp", improvement_rate=0.1), Planner(times, num_groups, rates=0.1)
-        prefills = Scheduler(config, planner, **sizes, predictor=make_predictor(kvp=num_groups))
-    pipeline = Pipeline([make_predictor()], num_groups, is_async=is_async, chunk_times=times)
-    instances = [(scheduler(size), Pipeline([cost])) for size, cost in decodes.items()]
-    return Play((prefills, pipeline), instances, 1, **{"link_s": (1e-5, 1e-5)} | more)
+def lanes(num_blocks: int, num_groups: int) -> Scheduler:
+    config = SchedulerConfig("cdsp", improvement_rate=0.1)
+    planner = Planner(ChunkTimes((1, 2), TIMES.coefficients[:2]), num_groups, rates=0.1)
+    sizes: dict[str, Any] = {"num_blocks": num_blocks, "block_size": BLOCK, "num_groups": num_groups}
+    return Scheduler(config, planner, **sizes, predictor=make_predictor(kvp=num_groups))
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_everybody_ends_in_any_order_though_both_sides_are_full(seed: int) -> None:
-    """Pools hold a few requests each; prefills, transfers and decodes take times that are drawn."""
-    draw = random.Random(seed)
-    decodes = {num_blocks: draw.choice([SLOW, make_predictor()]) for num_blocks in (14, 11)}
-    link_s = (10 ** draw.uniform(-6, -2), 10 ** draw.uniform(-6, -2))
-    one = play(12, decodes, lanes=seed % 3 == 0, is_async=seed % 3 == 1, link_s=link_s)
-    arrivals_s = sorted(draw.uniform(0.0, draw.choice([0.0, 5.0])) for _ in range(14))
-    lengths = [(draw.randint(1, 150), draw.randint(2, 25)) for _ in arrivals_s]
-    one.run([SchedulerRequest(slot, *lengths[slot], at_s) for slot, at_s in enumerate(arrivals_s)])
-    assert [len(one.tokens_s[slot]) for slot in range(14)] == [max_new for _, max_new in lengths]
+    """Prefills, transfers and decodes end in random order, with a quarter of the usual buffers; pools hold a few
+    requests each. On lanes any of the batches is done first, else the oldest."""
+    draw, on_lanes = random.Random(seed), seed % 3 == 0
+    prefill = lanes(12, 2) if on_lanes else scheduler(12, num_groups=2, is_async=seed % 2 == 0)
+    waits = hand_overs(14, 11, most=1)
+    left = [request(slot, draw.randint(1, 150), draw.randint(2, 40)) for slot in range(14)]
+    in_flight: deque[Batch] = deque()
+    decoding: dict[int, int] = {}  # by slot, tokens to come
+    wanted = {one.slot: one for one in left}
+    now_s, num_done = 0.0, 0
+    for one in left:
+        prefill.add(SchedulerRequest(one.slot, one.num_prompt_tokens, 1, 0.0))
+    for _ in range(20_000):
+        now_s += 0.01
+        choice = draw.randrange(4)
+        if choice == 0 and (batch := prefill.schedule(now_s).batch) is not None:
+            in_flight.append(batch)
+        elif choice == 1 and in_flight:
+            in_flight.rotate(draw.randrange(len(in_flight)) if on_lanes else 0)
+            batch = in_flight.popleft()
+            drawn = [row.slot for row in batch.rows if row.samples]
+            assert prefill.complete(batch, now_s, [(slot, 0, False) for slot in drawn], 0.01) == ()
+            for slot in drawn:
+                prefill.keep(slot)
+                held = prefill.memory.held_by_group(slot, wanted[slot].num_prompt_tokens)
+                assert sum(count for _, count in held) == wanted[slot].num_prompt_tokens
+                waits.waiting[slot] = wanted[slot]
+        elif choice == 2:
+            decoding.update({one.slot: one.max_new_tokens - 1 for one, _ in waits.grants()})
+            for instance in waits.instances:
+                if instance.coming and draw.random() < 0.5:
+                    slot = draw.choice(list(instance.coming))
+                    assert prefill.let_go(slot) == (slot,)
+                    instance.scheduler.arrived(instance.coming.pop(slot), wanted=True)
+        elif choice == 3:
+            for instance in waits.instances:
+                if (batch := instance.scheduler.schedule(now_s).batch) is None:
+                    continue
+                assert all(row.is_decode for row in batch.rows)
+                results = []
+                for row in batch.rows:
+                    decoding[row.slot] -= 1
+                    results.append((row.slot, 1, decoding[row.slot] == 0))
+                num_done += len(instance.scheduler.complete(batch, now_s, results, 0.01))
+        if num_done == len(left):
+            break
+    assert num_done == len(left)
+    assert [one.memory.num_used for one in (prefill, *(i.scheduler for i in waits.instances))] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("on_lanes", [False, True])
 def test_everybody_ends_behind_a_decode_pool_that_is_full_for_a_minute(on_lanes: bool) -> None:
-    """One request claims the whole pool and decodes for more than a minute. Prompts are read until those that wait fill
-    the prefill groups as well; then nobody starts until it has ended."""
+    """On a virtual clock: one request claims the whole pool and decodes for more than a minute. Prompts are read until
+    those that wait fill the prefill groups as well; then nobody starts until it has ended."""
     num_blocks, draw = 30, random.Random(0)
-    one = play(24, {num_blocks: SLOW}, lanes=on_lanes)
+    prefills = lanes(24, 2) if on_lanes else scheduler(24, num_groups=2)
+    times = prefills.planner.times if prefills.planner is not None else None
+    pipeline = Pipeline([make_predictor()], 2, chunk_times=times)
+    play = Play((prefills, pipeline), [(scheduler(num_blocks), Pipeline([SLOW]))], 1, (1e-5, 1e-5))
     longest = request(0, 40, num_blocks * BLOCK - 39)
     others = [SchedulerRequest(slot, draw.randint(1, 150), draw.randint(2, 60), 1.0 + slot) for slot in range(1, 40)]
-    one.run([longest, *others])
-    freed_s = one.tokens_s[0][-1]
-    assert freed_s - one.granted_s[0] > 60
-    assert min(one.granted_s[its.slot] for its in others) >= freed_s
-    read = [its.slot for its in others if one.tokens_s[its.slot][0] < freed_s]
+    play.run([longest, *others])
+    freed_s = play.tokens_s[0][-1]
+    assert freed_s - play.granted_s[0] > 60
+    assert min(play.granted_s[one.slot] for one in others) >= freed_s
+    read = [one.slot for one in others if play.tokens_s[one.slot][0] < freed_s]
     assert 2 <= len(read) < len(others)  # the rest found no memory
-    assert all(len(one.tokens_s[its.slot]) == its.max_new_tokens for its in others)
+    assert all(len(play.tokens_s[one.slot]) == one.max_new_tokens for one in others)

@@ -160,19 +160,29 @@ def test_bad_logits_end_one_completion(bytes_model: Model, monkeypatch: pytest.M
 
 # -- ends ------------------------------------------------------------------------------------------------------
 
-DASH, NEWLINE = ord("-"), ord("\n")
-# Where ends meet; tests/fuzz draws the plain ones, and what is looked for is searched in tests/text.
+DOT, DASH, SEVEN, NEWLINE = (ord(c) for c in ".-7\n")
 ENDS: dict[str, tuple[dict[str, Any], str, str, str | int | None]] = {
     "eos": ({}, ANSWER, "stop", None),
+    "eos included": ({"include_stop_str_in_output": True}, ANSWER + "\n", "stop", None),
+    "stop over tokens": ({"stop": "29-a"}, " 74", "stop", "29-a"),
+    "stop included": ({"stop": "29-a", "include_stop_str_in_output": True}, " 7429-a", "stop", "29-a"),
+    "first of several": ({"stop": ["zzz", "amber", "-"]}, " 7429", "stop", "-"),
     "stop at once": ({"stop": " "}, "", "stop", " "),
     "stop with the last token": ({"stop": "42", "max_tokens": 4}, " 7", "stop", "42"),
+    "stop waits for a better match": ({"stop": ["29-x", "29"]}, " 74", "stop", "29"),
     "better match ended by length": ({"stop": ["29-x", "29"], "max_tokens": 6}, " 74", "stop", "29"),
+    "stop begun, not ended": ({"stop": "29-x", "max_tokens": 6}, " 7429-", "length", None),
     "stop begun at eos": ({"stop": ".x"}, ANSWER, "stop", None),
     "eos before stop": ({"stop": "\n"}, ANSWER, "stop", None),
+    "stop id": ({"stop_token_ids": [DASH]}, " 7429", "stop", DASH),
+    "stop id included": ({"stop_token_ids": [DASH], "include_stop_str_in_output": True}, " 7429-", "stop", DASH),
     "stop id flushes text": ({"stop_token_ids": [DASH], "stop": "9-"}, " 7429", "stop", DASH),
     "stop id that is eos": ({"stop_token_ids": [NEWLINE]}, ANSWER, "stop", None),
+    "length": ({"max_tokens": 4}, " 742", "length", None),
     "eos as last token": ({"max_tokens": len(ANSWER) + 1}, ANSWER, "stop", None),
+    "ignore eos": ({"ignore_eos": True, "max_tokens": len(ANSWER) + 1}, ANSWER + "\n", "length", None),
     "ignore eos, stop id": ({"ignore_eos": True, "stop_token_ids": [NEWLINE]}, ANSWER, "stop", NEWLINE),
+    "ignore eos, stop": ({"ignore_eos": True, "stop": "\n"}, ANSWER, "stop", "\n"),
     "stop not before min_tokens": ({"stop": "7", "min_tokens": 3}, ANSWER, "stop", None),
     "stop with the min_tokens-th": ({"stop": "4", "min_tokens": 3}, " 7", "stop", "4"),
 }
@@ -218,6 +228,35 @@ def test_no_text(bytes_model: Model, expected: Tokens, with_tokenizer: bool) -> 
 
 
 # -- aborts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"depth": 1}, {"depth": 2}, {"depth": 4}, {"async_scheduling": True}], ids=str)
+@pytest.mark.parametrize("victim", ["0", "2", "3"])
+def test_abort_at_any_step_harms_nobody(bytes_model: Model, expected: Tokens, options: Any, victim: str) -> None:
+    """Queued, between chunks, while decoding, and after the end; with one request waiting for a place."""
+    reasons = set()
+    for abort_step in range(0, 36, 3 if options == {"depth": 2} else 5):
+        engine = bytes_model.engine(max_num_seqs=3, num_blocks=16, **options, **SMALL)
+        add_all(engine)
+        finished: dict[str, RequestOutput] = {}
+        step = 0
+        while engine.has_unfinished:
+            if step == abort_step:
+                engine.abort(victim)
+                engine.abort(victim)
+            finished.update((o.request_id, o) for o in engine.step() if o.finished)
+            step += 1
+        assert_empty(engine)
+        for i, tokens in enumerate(expected):
+            completion = finished[str(i)].outputs[0]
+            if str(i) != victim or completion.finish_reason == "length":
+                assert completion.token_ids == tokens
+            else:
+                assert completion.token_ids == tokens[: len(completion.token_ids)]
+                assert finished[str(i)].error is None
+        aborted = finished[victim].outputs[0]
+        reasons.add((aborted.finish_reason, bool(aborted.token_ids)))
+    assert reasons >= {("abort", False), ("abort", True), ("length", True)}
 
 
 def test_abort_flushes_text(needle: Model) -> None:
