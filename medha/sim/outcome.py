@@ -112,15 +112,11 @@ class Outcome:
         trace, requests = self.trace, self.requests
         end_s = np.nextafter(self.duration_s + (trace.arrival_s[0] if len(trace) else 0.0), np.inf)  # a sum may round
         rows = slice(0, int(np.searchsorted(trace.arrival_s, end_s, side="right")))
-        first_token_s, finish_s = requests.first_token_s[rows], requests.finish_s[rows]
-        arrival_s, num_tokens = trace.arrival_s[rows], requests.num_tokens[rows]
-        in_time = ~np.isnan(finish_s) & (first_token_s - arrival_s <= requests.deadline_s[rows])
-        if trace.tpot_slo_s is not None:
-            tpot_s = (finish_s - first_token_s) / np.maximum(num_tokens - 1, 1)
-            in_time &= np.isnan(trace.tpot_slo_s[rows]) | (tpot_s <= trace.tpot_slo_s[rows])
-        more = trace.prompt_tokens[rows], requests.first_scheduled_s[rows], in_time, requests.is_refused[rows]
-        aimed = np.ones(len(arrival_s), np.bool_)  # the scheduler derives a deadline where none is given
-        return Times(arrival_s, first_token_s, finish_s, num_tokens, *more, aimed)
+        deadline_s, none = np.nan_to_num(requests.deadline_s, nan=np.inf, posinf=np.inf), np.full(len(trace), np.nan)
+        slo_s = np.stack([deadline_s, none if trace.tpot_slo_s is None else trace.tpot_slo_s, none], axis=1)
+        columns: list[Any] = [trace.arrival_s, requests.first_token_s, requests.finish_s, requests.num_tokens]
+        columns += [trace.prompt_tokens, requests.first_scheduled_s, requests.is_refused, slo_s]
+        return Times(*(column[rows] for column in columns))
 
 
 class System(NamedTuple):

@@ -122,14 +122,24 @@ class Times(TokenTimes):
 
     prompt_tokens: NDArray[np.int64]
     first_scheduled_s: Floats
-    is_in_time: Flags  # finished, and met every objective
     is_refused: Flags  # it was not served
-    has_objective: Flags  # some objective was set
+    slo_s: Floats  # [requests, 3], objectives as in OBJECTIVES; NaN for none
 
     @property
     def has_finished(self) -> Flags:
         """Whether the last token is there."""
         return ~np.isnan(self.finish_s)
+
+    @property
+    def has_objective(self) -> Flags:
+        """Whether some objective was set."""
+        return np.asarray((~np.isnan(self.slo_s)).any(axis=1))
+
+    @property
+    def is_in_time(self) -> Flags:
+        """Finished, and met every objective; of one token that between tokens is met."""
+        taken_s = np.stack([self.ttft_s, self.tpot_s, self.e2el_s], axis=1)
+        return self.has_finished & ~(taken_s > self.slo_s).any(axis=1)
 
 
 def counted(from_s: Floats, to_s: Floats, counts: Flags) -> tuple[Floats, NDArray[np.int64]]:
@@ -183,23 +193,21 @@ class Served(NamedTuple):
     duration_s: float  # from the start to the end of the load's last request
 
     def times(self, goodput: Goodput) -> Times:
-        """The load as a table, in order of arrival."""
+        """The load as a table, in order of arrival; objectives of a request were merged with these when it was sent,
+        but for the end-to-end latency."""
         rows = sorted(self.outcomes, key=lambda one: one.start_s)
-
-        def times(ends: Iterable[float | None]) -> Floats:
-            return np.array([math.nan if end is None else end for end in ends], np.float64)
-
-        arrival_s = times(one.start_s for one in rows)
+        slo_s = [(one.slo.ttft_s, one.slo.tpot_s, goodput.e2el_s) for one in rows]
+        arrival_s = np.array([one.start_s for one in rows], np.float64)
+        finish_s = np.array([one.end_s if one.is_completed else None for one in rows], np.float64)  # None is NaN there
         return Times(
             arrival_s,
-            arrival_s + times(one.ttft_s for one in rows),
-            times(one.end_s if one.is_completed else None for one in rows),
+            arrival_s + np.array([one.ttft_s for one in rows], np.float64),
+            finish_s,
             np.array([one.output_len for one in rows], np.int64),
             np.array([one.input_len for one in rows], np.int64),
-            arrival_s + times(one.queue_s for one in rows),
-            np.array([meets(one, goodput) for one in rows], np.bool_),
-            np.array([not one.is_completed for one in rows], np.bool_),
-            np.array([any(limit is not None for _, limit in _aims(one, goodput)) for one in rows], np.bool_),
+            arrival_s + np.array([one.queue_s for one in rows], np.float64),
+            np.isnan(finish_s),
+            np.array(slo_s, np.float64).reshape(-1, len(OBJECTIVES)),
         )
 
 
@@ -298,18 +306,6 @@ _DETAILS = {
 def detailed(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
     """vLLM's arrays, one value a request; times in seconds."""
     return {name: [getattr(one, field) for one in outcomes] for name, field in _DETAILS.items()}
-
-
-def _aims(outcome: Outcome, goodput: Goodput) -> tuple[tuple[float | None, float | None], ...]:
-    """What was reached, and what was aimed at; a request's own objectives were merged with these when it was sent."""
-    own = outcome.slo
-    return (outcome.ttft_s, own.ttft_s), (outcome.tpot_s, own.tpot_s), (outcome.e2el_s, goodput.e2el_s)
-
-
-def meets(outcome: Outcome, goodput: Goodput) -> bool:
-    """Whether a request has completed and met its objectives."""
-    aims = _aims(outcome, goodput)
-    return outcome.is_completed and all(value is None or limit is None or value <= limit for value, limit in aims)
 
 
 def _short(tokens: int) -> str:
