@@ -117,15 +117,12 @@ class RankFailedError(EngineDeadError):
     """Another rank died, was stopped, threw, or cannot be reached."""
 
 
+_EXIT_CODES = {KeyboardInterrupt: 130, ConfigError: 2, _FieldError: 2, EngineDeadError: 4}
+
+
 def exit_code(error: BaseException) -> int:
     """The process exit code for an error: 2 bad input, 4 engine failure, 130 interrupted, 1 anything else."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, (ConfigError, _FieldError)):
-        return 2
-    if isinstance(error, EngineDeadError):
-        return 4
-    return 1
+    return next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
 def is_interrupt(error: BaseException) -> bool:
