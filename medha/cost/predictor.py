@@ -217,28 +217,21 @@ class Tick:
             self._runs.add(run)
 
     def largest_chunk(
-        self,
-        kv_before: int,
-        budget_s: float,
-        max_tokens: int,
-        granularity: int = 1,
-        *,
-        run: Run | None = None,
-        samples: bool = False,
+        self, kv_before: int, limit_s: float, most: int, step: int = 1, *, run: Run | None = None, samples: bool = False
     ) -> int:
-        """The most tokens of one more chunk with which the whole batch takes at most ``budget_s``; 0 where none do.
+        """The most tokens of one more chunk with which the whole batch takes at most ``limit_s``; 0 where none do.
 
-        The chunk is a multiple of ``granularity``, unless it is all of ``max_tokens``, which ``samples`` if that would
-        end the prompt.
+        The chunk is a multiple of ``step``, unless it is all of ``most``, which ``samples`` if that would end the
+        prompt.
         """
-        if max_tokens > self._tiles.max_tokens:
-            max_tokens, samples = self._tiles.max_tokens, False
-        if max_tokens < 1 or not self.seconds <= budget_s or budget_s < MIN_SECONDS:
+        if most > self._tiles.max_tokens:
+            most, samples = self._tiles.max_tokens, False
+        if most < 1 or not self.seconds <= limit_s or limit_s < MIN_SECONDS:
             return 0
-        if self.with_chunk(max_tokens, kv_before, run=run, samples=samples) <= budget_s:
-            return max_tokens
-        parts, sizes = self._of_chunk(kv_before, run, False), range(granularity, max_tokens, granularity)
-        return granularity * bisect_right(sizes, budget_s, key=lambda q_len: self._with(q_len, *parts))
+        if self.with_chunk(most, kv_before, run=run, samples=samples) <= limit_s:
+            return most
+        parts = self._of_chunk(kv_before, run, False)
+        return step * bisect_right(range(step, most, step), limit_s, key=lambda q_len: self._with(q_len, *parts))
 
     def _of_chunk(
         self, kv_before: int, run: Run | None, samples: bool, ring: int = 1, q_len: int = 0
