@@ -71,8 +71,6 @@ def relative_fit(columns: Sequence[Floats], seconds: Floats) -> Floats:
     matrix = np.stack(columns, axis=1) / scale / seconds[:, None]
     best, least = np.zeros(len(columns)), math.inf
     for kept in product((True, False), repeat=len(columns)):
-        if not any(kept):
-            continue
         found, *_ = np.linalg.lstsq(matrix[:, kept], np.ones(len(seconds)), rcond=None)
         error = float(((matrix[:, kept] @ found - 1) ** 2).sum())
         if (found >= 0).all() and error < least:
