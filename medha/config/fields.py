@@ -90,6 +90,16 @@ def _is_number(value: Any, *kinds: type) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
+def check_number(name: str, value: object, least: float | None = None, most: float = math.inf) -> None:
+    """Refuse what is not a finite number above 0, or of at least ``least``, and at most ``most``."""
+    number: Any = value if _is_number(value, int, float) else math.nan
+    above = number > 0 if least is None else number >= least
+    if not math.isfinite(number) or not above or number > most:
+        bound = "above 0" if least is None else f"of at least {least:g}"
+        bound += f", at most {most:g}" * (most < math.inf)
+        raise _config_error(name, value, f"a finite number {bound}")
+
+
 def integer(low: int, high: int, accepted: str = "") -> Check:
     """An integer within bounds."""
     accepted = accepted or f"an integer from {low} to {high}"

@@ -14,7 +14,8 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from medha.cost.json_form import JsonFile, check_number
+from medha.config.fields import check_number
+from medha.cost.json_form import JsonFile
 from medha.errors import ConfigError
 
 MAX_RATE = 0.75

@@ -8,6 +8,7 @@ from dataclasses import asdict, is_dataclass
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
+from medha.config.fields import check_number
 from medha.errors import ConfigError
 
 _VERSION = 1
@@ -81,13 +82,3 @@ def _dataclass(kind: Any, tree: Any, where: str) -> Any:
     if missing := sorted(set(types) - set(tree)):
         raise ConfigError(f"{what} lacks {', '.join(missing)}")
     return kind(**{name: _value(types[name], value, f"{where}.{name}".lstrip(".")) for name, value in tree.items()})
-
-
-def check_number(name: str, value: object, least: float | None = None, most: float = math.inf) -> None:
-    """Refuse what is not a finite number above 0, or of at least ``least``, and at most ``most``."""
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    above = number > 0 if least is None else number >= least
-    if not math.isfinite(number) or not above or number > most:
-        bound = "above 0" if least is None else f"of at least {least:g}"
-        bound += f", at most {most:g}" * (most < math.inf)
-        raise ConfigError(f"{name}={value!r}; accepted: a finite number {bound}")

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from medha.config import ParallelConfig
-from medha.cost.json_form import check_number
+from medha.config.fields import check_number
 from medha.errors import ConfigError
 from medha.sim.outcome import Outcome
 from medha.sim.replica import Replica, spec_fields
@@ -77,18 +78,13 @@ class Planner:
     replica: Replica
     goal: Goal
 
-    def __post_init__(self) -> None:
-        check_number("utilization", self.replica.utilization, most=1.0)
-
     def layouts(self) -> list[Layout]:
         """Every product that uses all accelerators, with ``tp`` inside a node; most replicas first."""
         number = self.goal.num_gpus
         divisors = [n for n in range(1, number + 1) if number % n == 0]
         return [
             Layout(number // size, tp, spp, size // (tp * spp))
-            for size in divisors
-            for tp in divisors
-            for spp in divisors
+            for size, tp, spp in product(divisors, repeat=3)
             if size % (tp * spp) == 0 and tp <= self.replica.spec.gpus_per_node
         ]
 

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from medha.config import CDSP, ModelConfig, ParallelConfig, SchedulerConfig
+from medha.config.fields import check_number
 from medha.cost.chunk_times import fitted_times
 from medha.cost.hardware import HardwareSpec
-from medha.cost.json_form import check_number
 from medha.cost.predictor import Predictor, slowest_of
 from medha.cost.roofline import MAX_SAMPLES, Shard, ring_cost, shape_name, stage_coefficients
 from medha.errors import ConfigError, hint
@@ -36,6 +36,9 @@ class Replica:
     utilization: float = 0.9  # share of an accelerator's memory that may be used
     num_blocks: int | None = None  # KV blocks of each group; None is what the memory holds
 
+    def __post_init__(self) -> None:
+        check_number("utilization", self.utilization, most=1.0)
+
     def kv_blocks(self) -> int:
         """KV blocks of each group; ConfigError if the model does not fit, or the layout does not split it."""
         if self.num_blocks is not None:
@@ -46,7 +49,6 @@ class Replica:
 
     def pool_tokens(self) -> int:
         """Tokens whose keys and values fit on each group beside weights and activations: those of its fullest stage."""
-        check_number("utilization", self.utilization, most=1.0)
         spec, model, parallel, most = self.spec, self.model, self.parallel, self.scheduler.max_batch_tokens
         usable, tokens = int(spec.memory_bytes * self.utilization), []
         for stage in range(parallel.spp):

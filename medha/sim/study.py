@@ -15,9 +15,8 @@ import numpy as np
 from medha.cli.display import budget_text
 from medha.cli.options import DEALT
 from medha.config import CDSP, CacheConfig, ParallelConfig, SchedulerConfig, whole_blocks
-from medha.config.fields import POSITIVE, number_or_text, read_option, words
+from medha.config.fields import POSITIVE, check_number, number_or_text, read_option, words
 from medha.cost.hardware import load_spec
-from medha.cost.json_form import check_number
 from medha.errors import ConfigError
 from medha.sched.policy import DEFAULT_POLICY
 from medha.sim.outcome import DRAIN, Outcome, System, alone_seconds, report

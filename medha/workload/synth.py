@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medha.config.fields import parse_size
+from medha.config.fields import check_number, parse_size
 from medha.errors import ConfigError
 from medha.workload.io import Reading
 from medha.workload.trace import HASHED_TOKENS, MAX_TOKENS, Trace
@@ -62,8 +62,8 @@ def arrival_times(
     if qps is None:
         raise ConfigError(f"arrivals={process!r} without a rate; accepted: --request-rate, or --arrivals at-once")
     for name, value in (("qps", qps), ("duration_s", duration_s), ("burstiness", burstiness)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name}={value}; accepted: a finite number above 0")
+        if value is not None:
+            check_number(name, value)
     count = (num_requests or 0) if duration_s is None else math.ceil(qps * duration_s) + 1
     if not 1 <= count <= MAX_REQUESTS:
         raise ConfigError(f"num_requests={count}; accepted: 1 to {MAX_REQUESTS}")

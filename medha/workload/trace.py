@@ -17,6 +17,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from medha.config.fields import check_number
 from medha.errors import ConfigError
 from medha.params import PRIORITIES
 
@@ -138,15 +139,14 @@ class Trace:
 
     def first(self, num_requests: int | None, duration_s: float | None = None, qps: float | None = None) -> Trace:
         """The first requests, so many at most, at a rate or their own, and of these who comes before ``duration_s``."""
-        if duration_s is not None and not 0 < duration_s < math.inf:
-            raise ConfigError(f"duration_s={duration_s!r}; accepted: a finite number above 0")
+        if duration_s is not None:
+            check_number("duration_s", duration_s)
         trace = self[:num_requests] if qps is None else self[:num_requests].scaled(qps)
         return trace if duration_s is None else trace[: int(np.searchsorted(trace.arrival_s, duration_s))]
 
     def scaled(self, qps: float) -> Trace:
         """The same requests at another mean rate: all gaps, and the time of the first arrival, by one factor."""
-        if not 0 < qps < math.inf:
-            raise ConfigError(f"qps={qps!r}; accepted: a finite number above 0")
+        check_number("qps", qps)
         if self.qps is None:
             raise ConfigError(f"a rate of {qps:g}: {len(self)} requests arrive at once; accepted: a trace with gaps")
         return replace(self, arrival_s=self.arrival_s * (self.qps / qps))
