@@ -42,19 +42,22 @@ class PrefillTimes:
         self.max_tokens = max_tokens
         self._seconds, self._chunk = _chunk_seconds(predictor, count), chunk
         self.least_s = self._seconds(1, 0)
-        starts, done = self._exact()
-        self._exact_end = starts[-1]
-        if starts[-1] < max_tokens:
-            more, more_s = self._integrated(starts[-1], done[-1])
-            starts, done = [*starts, *more], [*done, *more_s]
-        self._done = Line(starts, np.maximum.accumulate(done).tolist(), 0.0)  # where chunks start, or ranges of them
-        self._done_s = self._done.at  # seconds by which so many tokens are done
+        starts, done, at = [0.0], [0.0], 0  # where chunks start, and the seconds done by then
+        while at < max_tokens and len(starts) <= _EXACT_CHUNKS:
+            size = min(max(chunk(at), 1), max_tokens - at)  # 1 where the budget is too small
+            done.append(done[-1] + self._seconds(size, at))
+            at += size
+            starts.append(float(at))
+        self._exact_end = at
+        more, more_s = self._integrated(at, done[-1])
+        done_s = np.maximum.accumulate([*done, *more_s]).tolist()
+        self._done = Line([*starts, *more], done_s, 0.0)  # seconds by which so many tokens are done
 
     def total_s(self, num_prompt: int) -> float:
         """Seconds to prefill a prompt of so many tokens."""
         num_prompt = min(num_prompt, self.max_tokens)
         if num_prompt > self._exact_end:  # the last chunk is somewhere: half a step of one token in the mean
-            return self._done_s(num_prompt) + self._seconds(1, num_prompt) / 2
+            return self._done.at(num_prompt) + self._seconds(1, num_prompt) / 2
         at = bisect_left(self._done.x, num_prompt) - 1
         if at < 0:
             return 0.0
@@ -63,7 +66,7 @@ class PrefillTimes:
 
     def span_s(self, start: int, end: int) -> float:
         """Seconds in which a long prompt's prefill comes from one position to another."""
-        return self._done_s(end) - self._done_s(start)
+        return self._done.at(end) - self._done.at(start)
 
     def remaining_s(self, num_computed: int, num_prompt: int) -> float:
         """Seconds to prefill what is left of a prompt of which ``num_computed`` tokens are done or in flight.
@@ -72,20 +75,10 @@ class PrefillTimes:
         """
         if num_prompt <= num_computed:
             return 0.0
-        return max(self.total_s(num_prompt) - self._done_s(num_computed), self.least_s)
+        return max(self.total_s(num_prompt) - self._done.at(num_computed), self.least_s)
 
-    def _exact(self) -> tuple[list[float], list[float]]:
-        """Where the first chunks start, and the seconds done by then; the last is where the last of them ends."""
-        starts, done, at = [0.0], [0.0], 0
-        while at < self.max_tokens and len(starts) <= _EXACT_CHUNKS:
-            size = min(max(self._chunk(at), 1), self.max_tokens - at)  # 1 where the budget is too small
-            done.append(done[-1] + self._seconds(size, at))
-            at += size
-            starts.append(float(at))
-        return starts, done
-
-    def _integrated(self, start: float, start_s: float) -> tuple[list[float], list[float]]:
-        """From ``start`` on: lengths, and the seconds done by then."""
+    def _integrated(self, start: int, start_s: float) -> tuple[list[float], list[float]]:
+        """From ``start`` on, where it is not the end: lengths, and the seconds done by then."""
         points = np.unique(np.geomspace(start, self.max_tokens, _NUM_POINTS).round())
         sizes = np.array([max(self._chunk(int(kv)), 1) for kv in points])
         steps_s = np.array([self._seconds(int(size), int(kv)) for size, kv in zip(sizes, points, strict=True)])
