@@ -123,11 +123,8 @@ class Pipeline:
             return [self.chunk_times.seconds(row.num_groups, row.position, row.q_len)]
         works = [parts_of(batch.rows, batch.num_decodes, memory, group) for group in groups]
         known = {kind: max(self.stages[kind].tick(*parts).seconds for parts in works) for kind in self._distinct}
-        seconds = [known[kind] for kind in self._kinds]
-        if not batch.moves:
-            return seconds
         moved_s = max(batch.num_moved_blocks(group) for group in groups) * memory.swap_block_s
-        return [max(stage_s, moved_s) for stage_s in seconds]
+        return [max(known[kind], moved_s) for kind in self._kinds]
 
 
 def _together(batch: Batch, num_groups: int) -> list[list[int]]:
@@ -136,7 +133,7 @@ def _together(batch: Batch, num_groups: int) -> list[list[int]]:
         return [[0]]
     moving = {extent.group for extent in (*batch.swaps_out, *batch.swaps_in)}
     joined: list[list[int]] = []
-    for group in sorted(moving | {group for row in batch.rows for group in row.groups}):
+    for group in sorted(moving | batch.groups):
         if joined and any(row.group < group <= row.writer for row in batch.rows):
             joined[-1].append(group)
         else:
