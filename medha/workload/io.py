@@ -99,13 +99,13 @@ def _reading(
 def _trace(path: Path, kind: Format, columns: list[Any]) -> tuple[Trace, bool]:
     """The requests in order of arrival, and whether the file has arrival times."""
     # a string type of its own, as arrays that share one can share their memory
-    text = np.dtypes.StringDType
-    dtypes: tuple[Any, ...] = (float, np.int64, np.int64, text(), object, float, float, np.int8, text())
-    found = {
-        name: np.frombuffer(column, dtype) if isinstance(column, array) else np.fromiter(column, dtype, len(column))
-        for name, column, dtype in zip(COLUMNS, columns, dtypes, strict=False)
-        if not isinstance(column, list) or any(value is not None and value != "" for value in column)
-    }
+    dtypes: dict[str, Any] = {name: np.dtypes.StringDType() for name in ("request_ids", "tenant")}
+    found: dict[str, Any] = {}
+    for name, column in zip(COLUMNS, columns, strict=False):
+        if isinstance(column, array):
+            found[name] = np.frombuffer(column, column.typecode)
+        elif any(value is not None and value != "" for value in column):
+            found[name] = np.fromiter(column, dtypes.get(name, object), len(column))
     times, priority = found["arrival_s"], found.get("priority", np.array(-1))
     has_arrivals = not np.isnan(times).all()
     times[np.isnan(times)] = 0.0
