@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -58,27 +59,24 @@ _ERRORS = (ClientDisconnect, MedhaError, RecursionError, msgspec.ValidationError
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type": "text/event-stream; charset=utf-8"}
 
 
+@dataclass(eq=False, repr=False)
 class Front:
     """The server as an ASGI application: its routes, and the requests that it has open."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        models: Sequence[str],
-        keys: Sequence[Key] = (),
-        *,
-        max_body_bytes: int = 128 << 20,
-        max_concurrent: int = 4096,  # requests that are in the engine or wait for it
-        hosts: Sequence[str] = (),  # names by which clients may call the server; none is any
-    ) -> None:
+    engine: InitVar[Engine]
+    models: Sequence[str]
+    keys: Sequence[Key] = ()
+    _: KW_ONLY
+    max_body_bytes: int = 128 << 20
+    max_concurrent: int = 4096  # requests that are in the engine or wait for it
+    hosts: Sequence[str] = ()  # names by which clients may call the server; none is any
+
+    def __post_init__(self, engine: Engine) -> None:
         self.service = Service(engine)
-        self.models = models
         self.num_open: Counter[str] = Counter()  # requests, by tenant
-        self._keys, self._hosts = keys, hosts
-        self._max_body_bytes, self._max_concurrent = max_body_bytes, max_concurrent
         self._num_bytes = 0  # of bodies that are being read
         self.bodies = BodyReader()  # whoever ends the front closes it
-        self._metrics = metrics = Metrics(engine, models[0])
+        self._metrics = metrics = Metrics(engine, self.models[0])
         self._ignored: set[str] = set()  # names of fields
         self._start_s = int(time.time())
         self.service.on_end = metrics.ended
@@ -159,10 +157,10 @@ class Front:
         hosts = headers.getlist("host")
         if len(hosts) > 1 or (not hosts and request.scope["http_version"] != "1.0"):
             raise ApiError(400, "a request names one Host")
-        if hosts and self._hosts and host_of(hosts[0].rpartition("@")[2]).lower() not in self._hosts:
+        if hosts and self.hosts and host_of(hosts[0].rpartition("@")[2]).lower() not in self.hosts:
             raise ApiError(400, "the Host header names another server; see --allowed-host", code="host")
-        key = key_of(self._keys, headers.get("authorization", ""))
-        if key is None and self._keys and path not in _OPEN_PATHS:
+        key = key_of(self.keys, headers.get("authorization", ""))
+        if key is None and self.keys and path not in _OPEN_PATHS:
             told = "the API key is missing or wrong; accepted: Authorization: Bearer KEY"
             raise ApiError(401, told, www_authenticate="Bearer")
         if request.method == "POST":
@@ -175,11 +173,11 @@ class Front:
     async def _body(self, request: Request, key: Key) -> Json:
         """The JSON object of a body of a key's client, without what counts as absent; the request counts as open until
         its answer is over, and its task is cancelled where the client leaves."""
-        service, most, body = self.service, self._max_body_bytes, bytearray()
+        service, most, body = self.service, self.max_body_bytes, bytearray()
         if service.is_draining or service.ended is not None:
             raise ApiError(503, "the server is stopping; no new request is taken", retry_after="1")
-        if self.num_open.total() >= self._max_concurrent:
-            raise ApiError(429, f"{self._max_concurrent} requests are open, as many as may be", retry_after="1")
+        if self.num_open.total() >= self.max_concurrent:
+            raise ApiError(429, f"{self.max_concurrent} requests are open, as many as may be", retry_after="1")
         if key.max_concurrent is not None and self.num_open[key.tenant] >= key.max_concurrent:
             raise ApiError(429, f"this API key has {key.max_concurrent} requests open, all it may", retry_after="1")
         self.num_open[key.tenant] += 1
