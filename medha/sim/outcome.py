@@ -49,8 +49,8 @@ class Requests:
     """What became of each request of a trace, by its row; seconds of the virtual clock, NaN for what did not happen."""
 
     def __init__(self, count: int) -> None:
-        self.first_scheduled_s, self.first_token_s, self.finish_s = np.full((3, count), np.nan)
-        self.deadline_s = np.full(count, np.nan)  # from arrival to when the first token was due; inf for none
+        self.first_scheduled_s, self.first_token_s, self.finish_s, self.deadline_s = np.full((4, count), np.nan)
+        # the last from arrival to when the first token was due; inf for none
         self.num_tokens, self.num_preemptions = np.zeros((2, count), np.int64)  # produced; losses of its KV memory
         self.is_refused = np.zeros(count, np.bool_)  # it never fits
 

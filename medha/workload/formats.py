@@ -41,7 +41,6 @@ MAX_SECONDS = 1e10
 
 CHARS_PER_TOKEN = 4.0  # an estimate for English text and vocabularies of 32K to 128K tokens
 
-_START = datetime(1970, 1, 1, tzinfo=UTC)
 _COUNT = re.compile(r"([0-9]{1,18})(?:\.0*)?")
 
 Fields = Mapping[str, Any]
@@ -111,7 +110,7 @@ def _azure(fields: Fields) -> Row:
     except ValueError:
         raise _bad("TIMESTAMP", text, "an ISO date and time as 2023-11-16 18:15:46.6805900") from None
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-    return Row((moment - _START).total_seconds(), _count(fields, "ContextTokens"), _count(fields, "GeneratedTokens"))
+    return Row(moment.timestamp(), _count(fields, "ContextTokens"), _count(fields, "GeneratedTokens"))
 
 
 def _burstgpt(fields: Fields) -> Row | None:

@@ -196,19 +196,13 @@ class Served(NamedTuple):
         """The load as a table, in order of arrival; objectives of a request were merged with these when it was sent,
         but for the end-to-end latency."""
         rows = sorted(self.outcomes, key=lambda one: one.start_s)
-        slo_s = [(one.slo.ttft_s, one.slo.tpot_s, goodput.e2el_s) for one in rows]
-        arrival_s = np.array([one.start_s for one in rows], np.float64)
-        finish_s = np.array([one.end_s if one.is_completed else None for one in rows], np.float64)  # None is NaN there
-        return Times(
-            arrival_s,
-            arrival_s + np.array([one.ttft_s for one in rows], np.float64),
-            finish_s,
-            np.array([one.output_len for one in rows], np.int64),
-            np.array([one.input_len for one in rows], np.int64),
-            arrival_s + np.array([one.queue_s for one in rows], np.float64),
-            np.isnan(finish_s),
-            np.array(slo_s, np.float64).reshape(-1, len(OBJECTIVES)),
-        )
+        times = [(one.start_s, one.ttft_s, one.queue_s, one.end_s if one.is_completed else None) for one in rows]
+        start_s, ttft_s, queue_s, finish_s = np.array(times, np.float64).reshape(-1, 4).T  # None is NaN there
+        made, read = np.array([(one.output_len, one.input_len) for one in rows], np.int64).reshape(-1, 2).T
+        aims = [(one.slo.ttft_s, one.slo.tpot_s, goodput.e2el_s) for one in rows]
+        slo_s = np.array(aims, np.float64).reshape(-1, len(OBJECTIVES))
+        more = read, start_s + queue_s, np.isnan(finish_s), slo_s
+        return Times(start_s, start_s + ttft_s, finish_s, made, *more)
 
 
 def latency_fields(name: str, seconds: ArrayLike, percentiles: Sequence[float]) -> dict[str, float | None]:
