@@ -281,7 +281,7 @@ def simulate(
     assert longest is not None and num_blocks is not None, "a live run gives both"
     predictor, real = (Predictor(coefficients, max_tokens=config.scheduler.max_batch_tokens) for _ in range(2))
     learned = {kind: (math.log(factor), count) for kind, (factor, count) in rehearsed.factors.items()}
-    predictor.correction.learned |= learned
+    predictor.learned |= learned
     pool = {"num_blocks": num_blocks, "block_size": config.cache.block_size}
     completed = complete_config(config.scheduler, predictor, config.parallel, longest=longest, **pool)
     scheduler = Scheduler(completed, predictor=predictor, max_prompt_tokens=longest, **pool)

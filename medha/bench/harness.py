@@ -150,7 +150,7 @@ class Local(NamedTuple):
         known = self.engine.scheduler
         config = replace(known.config, **scheduler)
         predictor = Predictor(known.predictor.coefficients, max_tokens=config.max_batch_tokens)
-        predictor.correction.learned = dict(known.predictor.correction.learned)
+        predictor.learned = dict(known.predictor.learned)
         other = Scheduler(config, predictor=predictor, **known.sizes)
         other.memory.frees = known.memory.frees  # what one has left in the block tables goes with the next batch of any
         return Engine(self.engine.runner, other, self.role.limits, tokenizer=self.role.tokenizer)

@@ -62,13 +62,19 @@ class Decodes:
 
 
 class Predictor:
-    """Predicts one stage, in batches of at most ``max_tokens`` query tokens, and corrects itself."""
+    """Predicts one stage, in batches of at most ``max_tokens`` query tokens, and corrects itself.
+
+    What running teaches is one factor a kind, on every prediction, fed by a stage's own busy time. The logarithm of the
+    ratio of busy to uncorrected time is averaged: plainly over the first observations, then exponentially. As the
+    target does not contain the factor itself, batches in flight cause no feedback, and a change of speed is approached
+    from one side. A kind that has not been seen borrows the factor of the kind seen most.
+    """
 
     def __init__(self, coefficients: Coefficients, *, max_tokens: int = 16384) -> None:
         self.coefficients = coefficients
         self.max_tokens = max_tokens
-        self.correction = Correction()
-        self.factor, self.observe = self.correction.factor, self.correction.observe
+        self.learned: dict[str, tuple[float, int]] = dict.fromkeys(KINDS, (0.0, 0))
+        """Of each kind the logarithm of its factor, and how many batches taught it: what predictions go by."""
         links = coefficients.tp, coefficients.spp
         self._line = Line.of(coefficients.linear, links)
         self._fixed_s = coefficients.host_s + sum(link.fixed_s for link in links if link)  # whatever a step contains
@@ -92,6 +98,33 @@ class Predictor:
     def uncorrected(self) -> Predictor:
         """The same coefficients at factor 1 for good, as prefill times want them."""
         return Predictor(self.coefficients, max_tokens=self.max_tokens)
+
+    def factor(self, kind: Kind) -> float:
+        """What predictions of a kind are multiplied by."""
+        return math.exp(self._log(kind))
+
+    def _log(self, kind: Kind) -> float:
+        log, num_seen = self.learned[kind]
+        return log if num_seen else max(self.learned.values(), key=lambda one: one[1])[0]
+
+    def observe(self, kind: Kind, predicted_s: float, busy_s: float, *, factor: float | None = None) -> bool:
+        """Learn from one batch; False if that was ignored: not finite, not above 0 or absurd.
+
+        ``predicted_s`` is as predicted before dispatch, corrected by ``factor`` (None is the present one), ``busy_s``
+        what the stage took, waits excluded.
+        """
+        start = self._log(kind)
+        within = math.exp(start) if factor is None else factor
+        if not (0 < predicted_s < math.inf and 0 < busy_s < math.inf and 0 < within < math.inf):
+            return False
+        target = math.log(busy_s) - math.log(predicted_s) + math.log(within)
+        if abs(target) > math.log(_MAX_RATIO):
+            return False
+        num_seen = self.learned[kind][1] + 1
+        share = 1.0 / num_seen
+        step, most = max(_GAIN, share) * (target - start), max(_MAX_STEP, share)
+        self.learned[kind] = start + min(max(step, -most), most), num_seen
+        return True
 
 
 def slowest_of(stages: Sequence[Predictor]) -> Predictor:
@@ -260,43 +293,3 @@ class Tick:
             attention_s = self._floor_s
         raw_s = self._fixed_s + fixed_s + merge_s * tile + attention_s + self._line.at(self.num_tokens + q_len)
         return max(raw_s * self._chunk_factor, self.seconds, MIN_SECONDS)
-
-
-class Correction:
-    """What running teaches: one factor a kind, on every prediction, fed by a stage's own busy time.
-
-    The logarithm of the ratio of busy to uncorrected time is averaged: plainly over the first observations, then
-    exponentially. As the target does not contain the factor itself, batches in flight cause no feedback, and a change
-    of speed is approached from one side. A kind that has not been seen borrows the factor of the kind seen most.
-    """
-
-    def __init__(self) -> None:
-        self.learned: dict[str, tuple[float, int]] = dict.fromkeys(KINDS, (0.0, 0))
-        """Of each kind the logarithm of its factor, and how many batches taught it: what predictions go by."""
-
-    def factor(self, kind: Kind) -> float:
-        """What predictions of a kind are multiplied by."""
-        return math.exp(self._log(kind))
-
-    def _log(self, kind: Kind) -> float:
-        log, num_seen = self.learned[kind]
-        return log if num_seen else max(self.learned.values(), key=lambda one: one[1])[0]
-
-    def observe(self, kind: Kind, predicted_s: float, busy_s: float, *, factor: float | None = None) -> bool:
-        """Learn from one batch; False if that was ignored: not finite, not above 0 or absurd.
-
-        ``predicted_s`` is as predicted before dispatch, corrected by ``factor`` (None is the present one), ``busy_s``
-        what the stage took, waits excluded.
-        """
-        start = self._log(kind)
-        within = math.exp(start) if factor is None else factor
-        if not (0 < predicted_s < math.inf and 0 < busy_s < math.inf and 0 < within < math.inf):
-            return False
-        target = math.log(busy_s) - math.log(predicted_s) + math.log(within)
-        if abs(target) > math.log(_MAX_RATIO):
-            return False
-        num_seen = self.learned[kind][1] + 1
-        share = 1.0 / num_seen
-        step, most = max(_GAIN, share) * (target - start), max(_MAX_STEP, share)
-        self.learned[kind] = start + min(max(step, -most), most), num_seen
-        return True

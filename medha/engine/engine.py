@@ -352,7 +352,7 @@ class Engine:
         self._in_flight.clear()
         self.scheduler = self.scheduler.fresh()
         for observer in self.observers:
-            observer.restarted(self.scheduler.predictor.correction.learned)
+            observer.restarted(self.scheduler.predictor.learned)
         try:
             self.runner.reset()
         except EngineDeadError as error:

@@ -94,7 +94,7 @@ def _head(scheduler: Scheduler) -> dict[str, Any]:
     """What a scheduler is, as a line of a journal."""
     config, predictor = scheduler.config, scheduler.predictor
     check_recordable(config)
-    if any(num_seen for _, num_seen in predictor.correction.learned.values()):
+    if any(num_seen for _, num_seen in predictor.learned.values()):
         raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
     predicts = {"max_tokens": predictor.max_tokens, "coefficients": json.loads(predictor.coefficients.to_json())}
     head = {"format": FORMAT, "version": VERSION, "config": asdict(config)}

@@ -137,7 +137,7 @@ class _Replayer:
         raise ValueError(f"call {name!r}; accepted: add, extend, forget, cancel, schedule, complete, fresh")
 
     def _start_afresh(self, learned: dict[str, tuple[float, int]]) -> None:
-        self._scheduler.predictor.correction.learned = learned
+        self._scheduler.predictor.learned = learned
         self._scheduler = self._scheduler.fresh()
         self._in_flight.clear()
         self.next_batch_id = 0

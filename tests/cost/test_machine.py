@@ -62,12 +62,12 @@ def test_an_engine_predicts_with_its_profile_as_its_journal_and_timeline_say(
     engine.on_step = lambda batch, prediction, busy_s: seen.append((batch, prediction, busy_s))
     predictor = engine.scheduler.predictor
     assert predictor.coefficients == Coefficients.load(profile)
-    assert not any(count for _, count in predictor.correction.learned.values())
+    assert not any(count for _, count in predictor.learned.values())
     engine.record(file)
     engine.add_request("a", [1, 2, 3] * 100, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     drained(engine)
     assert all(prediction is not None and busy_s > 0 for _, prediction, busy_s in seen)
-    counts = {kind: count for kind, (_, count) in predictor.correction.learned.items()}
+    counts = {kind: count for kind, (_, count) in predictor.learned.items()}
     assert counts == {"decode": 3, "mixed": 0, "prefill": len(seen) - 3}
     timeline.write(tmp_path / "a.json")
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]

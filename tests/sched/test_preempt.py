@@ -345,4 +345,4 @@ def test_batches_that_move_teach_the_predictor_nothing() -> None:
     drive = Drive(scheduler, DECODES, lambda batch: 5.0 if batch.moves else 0.02).run()
     assert drive.num_swapped
     taught = sum(not batch.moves for batch in drive.batches)
-    assert sum(count for _, count in predictor.correction.learned.values()) == taught < len(drive.batches)
+    assert sum(count for _, count in predictor.learned.values()) == taught < len(drive.batches)
