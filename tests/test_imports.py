@@ -45,7 +45,7 @@ _TABLE = """
     *cost:
     *sched: cost
     *worker: cpu models attention parallel
-    *cli: cost.hardware parallel.launch models.folder
+    *cli: parallel.launch models.folder
     *workload: cli
     *engine: sched worker text cost cli models attention parallel
     *sim: timeline sched cost workload cli models.hf_config

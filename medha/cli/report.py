@@ -29,9 +29,8 @@ from rich.table import Table
 from rich.text import Text
 
 from medha.cli.files import replacing
-from medha.cost.hardware import cpu_name
 from medha.errors import ConfigError
-from medha.parallel.launch import read_launch
+from medha.parallel.launch import cpu_name, read_launch
 
 _PACKAGES = (
     *("torch", "numpy", "safetensors", "tokenizers", "huggingface-hub", "minijinja", "typer", "rich"),

@@ -7,12 +7,12 @@ measured; ``cpu`` is one thread, assumed.
 
 from __future__ import annotations
 
-import platform
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from medha.cost.coefficients import Link
 from medha.cost.json_form import JsonFile
 from medha.errors import ConfigError, hint
 
@@ -74,6 +74,10 @@ class LinkRates:
     alpha_s: float
     bytes_per_s: float
     ranks: int = 2
+
+    def link(self, calls: int, bytes_per_token: float) -> Link:
+        """So many calls of it in a step."""
+        return Link(calls, self.alpha_s, self.bytes_per_s, bytes_per_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +149,3 @@ def spec_of_device(name: str | None, num_threads: int) -> HardwareSpec:
     words = re.split(r"[^a-z0-9]+", name.lower())
     known = (path.stem for path in sorted(SPECS.glob("*.json")))
     return load_spec(next((stem for stem in known if stem.split("-")[0] in words), _DEFAULT_GPU))
-
-
-def cpu_name() -> str:
-    """The processor as its maker names it."""
-    try:
-        names = re.findall(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        names = []
-    return names[0].strip() if names else platform.processor()

@@ -17,30 +17,15 @@ of communication with arithmetic. Placement: ``tp`` fastest, then ``spp``, ``kvp
 from __future__ import annotations
 
 import math
-import platform
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from medha.config import EngineConfig, ModelConfig, ParallelConfig
-from medha.cost.coefficients import (
-    ChunkAttention,
-    Coefficients,
-    Curve,
-    DecodeAttention,
-    Floats,
-    Link,
-    ProfileKey,
-    RingCost,
-)
-from medha.cost.hardware import HardwareSpec, LinkRates, cpu_name, spec_of_device
-from medha.cost.predictor import Predictor, slowest_of
-
-if TYPE_CHECKING:
-    import torch
+from medha.config import ModelConfig, ParallelConfig
+from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Floats, ProfileKey, RingCost
+from medha.cost.hardware import HardwareSpec, LinkRates
 
 MAX_SAMPLES = 256  # requests of a batch that sample a token at most, as far as tables and memory go
 _LAYER_KERNELS = 5  # two norms, rotary embedding, activation and one residual addition; the other is fused into a norm
@@ -48,7 +33,6 @@ _MAX_CHUNK, _MAX_BATCH = 1 << 18, 1 << 16
 _LSE_BYTES = 4
 # Of an H200's peak, behind 512K tokens with 32 heads of 128 in bfloat16: 345 and 525 TFLOP/s.
 _FA2_SHARE, _FA3_SHARE, _FA3_TILE = 0.35, 0.54, 128
-_HOPPER = 9  # its compute capability
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels: seconds of one layer's launches. ``tokens`` are of the chunk or batch, ``heads`` and ``kv_heads`` of one
@@ -168,7 +152,7 @@ def stage_coefficients(
     shard = Shard.of(model, parallel, stage, dtype_bytes)
     row_bytes, merged_bytes = model.hidden_size * dtype_bytes, shard.heads * (model.head_dim * dtype_bytes + _LSE_BYTES)
     tp, spp, kvp = _links(spec, parallel, stage)
-    name, layout = f"{spec.machine} ({spec.name}, {spec.provenance})", f"{_layout(parallel)} stage {stage}"
+    name, layout = f"{spec.machine} ({spec.name}, {spec.provenance})", f"{layout_name(parallel)} stage {stage}"
     return Coefficients(
         key=ProfileKey(name, shape_name(model), f"{8 * dtype_bytes} bits", layout, "spec", 0, 1, "none"),
         linear=_linear(spec, shard),
@@ -177,9 +161,9 @@ def stage_coefficients(
         splits_kv=spec.attention.splits_kv,
         head=_head(spec, shard, parallel.tp) if shard.is_last else None,
         host_s=spec.host_s if stage == 0 else 0.0,
-        tp=None if tp is None else Link(2 * shard.layers, tp.alpha_s, tp.bytes_per_s, row_bytes),
-        spp=None if spp is None else Link(1, spp.alpha_s, spp.bytes_per_s, row_bytes),
-        kvp=None if kvp is None else Link(shard.layers, kvp.alpha_s, kvp.bytes_per_s, merged_bytes),
+        tp=None if tp is None else tp.link(2 * shard.layers, row_bytes),
+        spp=None if spp is None else spp.link(1, row_bytes),
+        kvp=None if kvp is None else kvp.link(shard.layers, merged_bytes),
         ring=None if kvp is None else ring_cost(spec, shard, kvp),
     )
 
@@ -191,8 +175,7 @@ def ring_cost(spec: HardwareSpec, shard: Shard, link: LinkRates) -> RingCost:
     Table 1 sets for GPUs: 4,096 tokens on A100s leave 0.25, 0.52, 0.73 and 0.68 ms at 2, 4, 8 and 16 ranks.
     """
     block_bytes = 2 * shard.kv_heads * shard.model.head_dim * shard.dtype_bytes
-    sends = Link(shard.layers, link.alpha_s, link.bytes_per_s, block_bytes)
-    return RingCost(sends, spec.ring_step_s, spec.hides_sends)
+    return RingCost(link.link(shard.layers, block_bytes), spec.ring_step_s, spec.hides_sends)
 
 
 def linear_layer_s(spec: HardwareSpec, tokens: ArrayLike, shard: Shard) -> Floats:
@@ -290,38 +273,5 @@ def shape_name(model: ModelConfig) -> str:
     return f"{model.architecture} {model.num_layers}x{model.hidden_size}"
 
 
-def _layout(parallel: ParallelConfig) -> str:
+def layout_name(parallel: ParallelConfig) -> str:
     return f"tp{parallel.tp} spp{parallel.spp} kvp{parallel.kvp}"
-
-
-def load_coefficients(
-    config: EngineConfig, model: ModelConfig, *, backend: str, dtype: torch.dtype, device: torch.device
-) -> Coefficients:
-    """Coefficients of the slowest stage of a group: of ``config.profile``, or of a spec for hardware of this kind.
-
-    ConfigError where the profile cannot be read, or was measured for something else.
-    """
-    import torch  # here because simulation does without
-
-    parallel, num_threads = config.parallel, torch.get_num_threads()
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
-    key = ProfileKey(
-        machine=gpu or cpu_name() or platform.machine(),
-        model=f"{shape_name(model)}, {heads}, MLP {model.intermediate_size}, vocabulary {model.vocab_size}",
-        dtype=str(dtype).removeprefix("torch."),
-        layout=_layout(parallel),
-        backend=backend,
-        num_threads=num_threads,
-        block_size=config.cache.block_size,
-        torch_version=torch.__version__,
-    )
-    if config.profile is not None:
-        return Coefficients.load(Path(config.profile), expected=key)
-    spec = spec_of_device(gpu, num_threads)
-    stages = [stage_coefficients(spec, model, parallel, s, dtype_bytes=dtype.itemsize) for s in range(parallel.spp)]
-    if backend == "flashinfer" and torch.cuda.get_device_capability(device)[0] == _HOPPER:
-        for stage, one in enumerate(stages):
-            shard = Shard.of(model, parallel, stage, dtype.itemsize)
-            stages[stage] = replace(one, chunks=hopper_chunks(spec, shard, one.chunks))
-    return replace(slowest_of([Predictor(stage) for stage in stages]).coefficients, key=key)

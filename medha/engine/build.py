@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import platform
 import shlex
 import sys
 import time
@@ -22,10 +23,10 @@ from torch.distributed import ReduceOp
 
 from medha.config import CDSP, EngineConfig, ModelConfig
 from medha.cost.chunk_times import fitted_times
-from medha.cost.coefficients import Coefficients
+from medha.cost.coefficients import Coefficients, ProfileKey
 from medha.cost.hardware import spec_of_device
-from medha.cost.predictor import Predictor
-from medha.cost.roofline import load_coefficients, shape_name
+from medha.cost.predictor import Predictor, slowest_of
+from medha.cost.roofline import Shard, hopper_chunks, layout_name, shape_name, stage_coefficients
 from medha.engine.decode import DecodeInstance, HandOvers
 from medha.engine.distributed import DrivingRunner, Follower
 from medha.engine.engine import Engine
@@ -36,7 +37,7 @@ from medha.models.hf_config import load_generation_config, model_config_of
 from medha.outputs import RequestOutput
 from medha.parallel.control import ControlSender
 from medha.parallel.health import failures_named, give_up
-from medha.parallel.launch import Launch, read_launch
+from medha.parallel.launch import Launch, cpu_name, read_launch
 from medha.parallel.mesh import (
     Job,
     Ranks,
@@ -72,6 +73,7 @@ from medha.worker.transfer import TransferLine
 
 logger = logging.getLogger("medha")
 
+_HOPPER = 9  # the compute capability of GPUs with FA3
 _LOAD_LIMIT_S = 3600.0
 _IS_EVERYWHERE = "_is_everywhere"  # attribute of an error that all ranks raise
 
@@ -256,6 +258,37 @@ def _check_pools(config: EngineConfig, num_blocks: int, num_host_blocks: int) ->
     if num_host_blocks and not (by_class or config.scheduler.overcommit) and config.scheduler.prefix_caching is False:
         what = "without prefix caching nobody is preempted but with overcommit=True or a policy 'priority'"
         logger.warning("swap_space has no use: %s", what)
+
+
+def load_coefficients(
+    config: EngineConfig, model: ModelConfig, *, backend: str, dtype: torch.dtype, device: torch.device
+) -> Coefficients:
+    """Coefficients of the slowest stage of a group: of ``config.profile``, or of a spec for hardware of this kind.
+
+    ConfigError where the profile cannot be read, or was measured for something else.
+    """
+    parallel, num_threads = config.parallel, torch.get_num_threads()
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
+    key = ProfileKey(
+        machine=gpu or cpu_name() or platform.machine(),
+        model=f"{shape_name(model)}, {heads}, MLP {model.intermediate_size}, vocabulary {model.vocab_size}",
+        dtype=str(dtype).removeprefix("torch."),
+        layout=layout_name(parallel),
+        backend=backend,
+        num_threads=num_threads,
+        block_size=config.cache.block_size,
+        torch_version=torch.__version__,
+    )
+    if config.profile is not None:
+        return Coefficients.load(Path(config.profile), expected=key)
+    spec = spec_of_device(gpu, num_threads)
+    stages = [stage_coefficients(spec, model, parallel, s, dtype_bytes=dtype.itemsize) for s in range(parallel.spp)]
+    if backend == "flashinfer" and torch.cuda.get_device_capability(device)[0] == _HOPPER:
+        for stage, one in enumerate(stages):
+            shard = Shard.of(model, parallel, stage, dtype.itemsize)
+            stages[stage] = dataclasses.replace(one, chunks=hopper_chunks(spec, shard, one.chunks))
+    return dataclasses.replace(slowest_of([Predictor(stage) for stage in stages]).coefficients, key=key)
 
 
 def _build_scheduler(

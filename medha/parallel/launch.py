@@ -9,6 +9,8 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import platform
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -66,6 +68,14 @@ def num_cores(pid: int = 0) -> int:
         return len(os.sched_getaffinity(pid))
     except (AttributeError, OSError):  # not on Linux, or the process has ended
         return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The processor as its maker names it."""
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.M):
+            return found[1].strip()
+    return platform.processor()
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
