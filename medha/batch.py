@@ -253,9 +253,8 @@ class Batch:
         """What concerns one group: its blocks, every freed slot, and its rows: those of it alone in their order, then
         those that it shares, by span, so that each of the span's groups has them adjacent and in one order; last those
         that are dealt."""
-        rows = tuple(row for row in self.rows if row.concerns(group))
-        if any(row.is_shared for row in rows):
-            rows = tuple(sorted(rows, key=lambda row: (row.is_shared, row.is_dealt, row.span if row.is_shared else ())))
+        own = (row for row in self.rows if row.concerns(group))
+        rows = tuple(sorted(own, key=lambda row: (row.is_shared, row.is_dealt, row.span if row.is_shared else ())))
         dealt = {row.slot for row in rows if row.is_dealt} if self.deals else ()
         kinds: tuple[tuple[Any, ...], ...] = (self.extents, self.swaps_out, self.swaps_in, self.shared, self.copies)
         extents, out, back, shared, copies = (tuple(one for one in kind if one.group == group) for kind in kinds)
@@ -264,8 +263,7 @@ class Batch:
 
     def __str__(self) -> str:
         lines = [f"batch {self.batch_id}: {len(self.rows)} rows, {self.num_tokens} tokens"]
-        lines += [f"  {row}" for row in self.rows]
-        lines += [f"  {extent}" for extent in self.extents]
+        lines += [f"  {one}" for one in (*self.rows, *self.extents)]
         lines += [f"  slot {slot} freed" for slot in self.frees]
         lines += [f"  {name}: {swap}" for name in ("out", "in") for swap in getattr(self, f"swaps_{name}")]
         lines += [f"  {one}" for one in (*self.shared, *self.copies, *self.deals)]

@@ -35,7 +35,7 @@ _GAIN, _MAX_STEP, _MAX_RATIO = 0.15, 0.05, 1e4
 class Work(NamedTuple):
     """One row of a batch as a group sees it."""
 
-    q_len: int  # query tokens, at least 1
+    q_len: int  # query tokens, at least 1, of a decode 1
     kv_before: int  # tokens cached before them on this group
     is_decode: bool  # otherwise a chunk of a prompt
     run: Run | None = None  # first and last group of a request on several, each charged the causal part; else None
@@ -47,18 +47,16 @@ class Work(NamedTuple):
 class Decodes:
     """At least one decode of a batch, summed up as a group sees them."""
 
-    count: int
-    num_tokens: int  # query tokens of all
+    count: int  # with a query token each
     total_kv: float  # tokens cached before them
     max_kv: int  # of the longest
-    runs: tuple[tuple[Run, int], ...] = ()  # of each that is spread over several groups, with its query tokens
+    runs: tuple[Run, ...] = ()  # of each that is spread over several groups
 
     @classmethod
     def of(cls, rows: Sequence[Work]) -> Decodes:
         """Sum up at least one decode."""
-        q_lens, kvs, _, runs, *_ = zip(*rows, strict=True)
-        spread = tuple((run, q_len) for run, q_len in zip(runs, q_lens, strict=True) if run is not None)
-        return cls(len(rows), sum(q_lens), sum(kvs), max(kvs), spread)
+        _, kvs, _, runs, *_ = zip(*rows, strict=True)
+        return cls(len(rows), sum(kvs), max(kvs), tuple(run for run in runs if run is not None))
 
 
 class Predictor:
@@ -209,11 +207,11 @@ class Tick:
             self._floor_s = max(alone_s, mixed.straggler_a_s + mixed.straggler_b_s * max_kv)
         if self._head is not None:
             self._fixed_s += self._head.at(count)
-        for run, q_len in decodes.runs:
+        for run in decodes.runs:
             *_, merge_s, fixed_s = self._of_chunk(0, run, False)
-            self._fixed_s += fixed_s + merge_s / self._tiles.tile * q_len
+            self._fixed_s += fixed_s + merge_s / self._tiles.tile
             self._runs.add(run)
-        self.num_tokens = decodes.num_tokens
+        self.num_tokens = count
         raw_s = self._fixed_s + self._line.at(self.num_tokens) + alone_s
         self.seconds = max(raw_s * self._decode_factor, MIN_SECONDS)
 

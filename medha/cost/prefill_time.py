@@ -134,7 +134,7 @@ def least_chunk(
     tokens are of each of them, the chunk of all."""
     seconds, most = _chunk_seconds(predictor, count), count * min(config.max_batch_tokens, predictor.max_tokens)
     least = count * (least or config.min_chunk)
-    sizes = [least << i for i in range((most // least).bit_length())] if least < most else [most]
+    sizes = [least << i for i in range((most // least).bit_length())] or [most]
 
     @cache
     def chunk_at(kv_before: int) -> int:

@@ -519,4 +519,4 @@ def parts_of(rows: Sequence[Row], num_decodes: int, memory: KVMemory, group: int
     if not num_decodes:
         return (), chunks
     positions = [row.position for row in rows[:num_decodes]]
-    return Decodes(num_decodes, num_decodes, sum(positions), max(positions)), chunks
+    return Decodes(num_decodes, sum(positions), max(positions)), chunks

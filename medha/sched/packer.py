@@ -268,7 +268,7 @@ class MedhaPacker(Packer):
         if self.config.t_target_s or not objectives or min(objectives)[0] >= max(kinds)[0]:
             return
         positions = [state.num_scheduled_tokens for state in decoding]
-        tick = self.predictor.tick(Decodes(len(positions), len(positions), sum(positions), max(positions)))
+        tick = self.predictor.tick(Decodes(len(positions), sum(positions), max(positions)))
         q_len = min(self.config.min_chunk, self.predictor.max_tokens) if queue.num_prefills else 0
         deepest = int(queue.column("num_computed_tokens").max()) if q_len else 0
         least_s = min(tpot_s for _, tpot_s in objectives) / self.config.period

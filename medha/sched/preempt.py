@@ -69,13 +69,13 @@ class Preemption:
         them."""
         kvs = [work.kv_before for _, work in rows]
         totals, longest = list(accumulate(kvs)), list(accumulate(kvs, max))
-        spread = [(index, (work.run, 1)) for index, (_, work) in enumerate(rows) if work.run is not None]
+        spread = [(index, work.run) for index, (_, work) in enumerate(rows) if work.run is not None]
 
         def tick(count: int) -> Tick:
             if not count:
                 return self._predictor.tick()
             runs = tuple(run for index, run in spread if index < count)
-            return self._predictor.tick(Decodes(count, count, totals[count - 1], longest[count - 1], runs))
+            return self._predictor.tick(Decodes(count, totals[count - 1], longest[count - 1], runs))
 
         end = 0
         for priority, members in groupby(priority for priority, _ in rows):

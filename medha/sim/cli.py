@@ -81,11 +81,11 @@ def simulate(
             if not runs:
                 raise
             failure = error
-    reports, interrupted = [run.report for run in runs], runs[-1].interrupted
+    reports = [run.report for run in runs]
     report = {
         "format": "medha-simulation",
         "version": 1,
-        "complete": not (interrupted or failure) and all(one["complete"] for one in reports),
+        "complete": failure is None and all(one["complete"] for one in reports),
         "config": config_of(systems[0].replica, given),
         "runs": reports,
     }
@@ -98,7 +98,7 @@ def simulate(
     print(speed(runs), file=sys.stderr)
     if failure is not None:
         raise failure
-    if interrupted:
+    if runs[-1].interrupted:
         return exit_code(KeyboardInterrupt())
     return FAILED_REQUESTS if any(one["failed"] for one in reports) else 0
 

@@ -161,7 +161,7 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
         "prefix_hit_rate": outcome.num_cached_tokens / max(int(outcome.trace.prompt_tokens[started].sum()), 1),
         "work_lost_s": outcome.work_lost_s,
         "num_swaps": outcome.num_swaps,
-        "saturation": saturation_of(times, end_s),
+        "saturation": saturation_of(times),
         "num_batches": outcome.num_batches,
         "start_times": (times.arrival_s - first_s).tolist(),
         "input_lens": times.prompt_tokens.tolist(),
@@ -200,7 +200,7 @@ def alone_seconds(replica: Replica, prompt_tokens: NDArray[np.int64]) -> Floats:
     return np.array(alone_s, dtype=np.float64)[rows]
 
 
-def saturation_of(times: Times, end_s: float) -> dict[str, Any]:
+def saturation_of(times: Times) -> dict[str, Any]:
     """Whether more arrived than could be served.
 
     The queue is who has arrived and has no first token. A run is over-saturated where both hold:
@@ -225,8 +225,7 @@ def saturation_of(times: Times, end_s: float) -> dict[str, Any]:
     first_tokens_s = times.first_token_s[~times.is_refused]
     drain_s = float(np.max(first_tokens_s, initial=last_s)) - last_s  # NaN where one never came
     drain = None if math.isnan(drain_s) else drain_s
-    lasts_s = end_s - last_s if drain is None else drain
-    is_over = growth > math.sqrt(num_late) and (drain is None or lasts_s > DRAIN * arrivals_s)
+    is_over = growth > math.sqrt(num_late) and (drain is None or drain > DRAIN * arrivals_s)
     return {"is_over": is_over, "growth": growth, "num_late": num_late, "drain_s": drain, "arrivals_s": arrivals_s}
 
 
@@ -247,17 +246,13 @@ def write_trace(path: Path, outcome: Outcome, segments: Sequence[Segment]) -> No
     """
     if len(segments) > MAX_SEGMENTS:
         logger.warning("%s has the first %s batches on a stage of %s", path, f"{MAX_SEGMENTS:,}", f"{len(segments):,}")
+    batches = defaultdict(list)  # as the stages of a live engine have them
+    for one in segments[:MAX_SEGMENTS]:
+        batches[one.group, one.stage].append(BatchRecord(one.batch_id, one.num_tokens, one.start_s, one.end_s))
+    places = enumerate(sorted(batches))
+    records = [RankRecords(i, stage, 0, tuple(batches[group, stage]), group) for i, (group, stage) in places]
     events = [name_event("process_name", 0, 0, "stages"), name_event("process_name", 1, 0, "memory")]
-    events += stage_events(_records(segments[:MAX_SEGMENTS]), 0.0)
+    events += stage_events(records, 0.0)
     used = zip(outcome.usage_at_s[:MAX_SEGMENTS], outcome.usage[:MAX_SEGMENTS], strict=True)
     events += (counter_event("KV blocks in use (%)", at_s, {"used": 100 * share}) for at_s, share in used)
     write_events(path, events)
-
-
-def _records(segments: Sequence[Segment]) -> list[RankRecords]:
-    """Batches on stages as the stages of a live engine have them."""
-    batches = defaultdict(list)
-    for one in segments:
-        batches[one.group, one.stage].append(BatchRecord(one.batch_id, one.num_tokens, one.start_s, one.end_s))
-    places = enumerate(sorted(batches))
-    return [RankRecords(i, stage, 0, tuple(batches[group, stage]), group) for i, (group, stage) in places]

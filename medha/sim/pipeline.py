@@ -74,7 +74,6 @@ class Pipeline:
         self.busy_s, self.bubble_s, self._free_s = ([[0.0] * len(stages) for _ in groups] for _ in range(3))
         costs = [replace(predictor.coefficients, key=stages[0].coefficients.key) for predictor in stages]
         self._kinds = [costs.index(cost) for cost in costs]  # stages that cost the same are predicted once
-        self._distinct = sorted(set(self._kinds))
 
     def send(self, batch: Batch, memory: KVMemory, now_s: float) -> Passage:
         """Let a batch enter stage 0, right after it was scheduled; the memory says where the keys of each row lie."""
@@ -122,7 +121,7 @@ class Pipeline:
             (row,) = batch.rows
             return [self.chunk_times.seconds(row.num_groups, row.position, row.q_len)]
         works = [parts_of(batch.rows, batch.num_decodes, memory, group) for group in groups]
-        known = {kind: max(self.stages[kind].tick(*parts).seconds for parts in works) for kind in self._distinct}
+        known = {kind: max(self.stages[kind].tick(*parts).seconds for parts in works) for kind in set(self._kinds)}
         moved_s = max(batch.num_moved_blocks(group) for group in groups) * memory.swap_block_s
         return [max(known[kind], moved_s) for kind in self._kinds]
 

@@ -97,9 +97,9 @@ class Trace:
                 raise ConfigError(f"{name} has shape {column.shape}; accepted: one dimension, as long as arrival_s")
             column.flags.writeable = False
             object.__setattr__(self, name, column)
-        late = np.diff(self.arrival_s, prepend=0.0)
-        if not (late >= 0).all() or not np.isfinite(self.arrival_s).all():
-            row = int(np.argmin((late >= 0) & np.isfinite(self.arrival_s)))
+        is_right = (np.diff(self.arrival_s, prepend=0.0) >= 0) & np.isfinite(self.arrival_s)
+        if not is_right.all():
+            row = int(np.argmin(is_right))
             accepted = "finite seconds from 0, no less than the one before"
             raise ConfigError(f"arrival_s[{row}]={self.arrival_s[row].item()!r}; accepted: {accepted}")
 

@@ -83,7 +83,7 @@ class EspCosts:
         return float(alpha + beta * tokens + gamma * squares)
 
     def _decodes_s(self, count: int, total_kv: float, max_kv: int) -> float:
-        return self._predictor.tick(Decodes(count, count, total_kv, max_kv)).seconds
+        return self._predictor.tick(Decodes(count, total_kv, max_kv)).seconds
 
     def step_s(self, num_requests: int, kv_tokens: float, longest: int, *, num_instances: int, rows: int) -> float:
         """Seconds of one decode step of a group.
