@@ -115,7 +115,7 @@ class Outcome:
         deadline_s, none = np.nan_to_num(requests.deadline_s, nan=np.inf, posinf=np.inf), np.full(len(trace), np.nan)
         slo_s = np.stack([deadline_s, none if trace.tpot_slo_s is None else trace.tpot_slo_s, none], axis=1)
         columns: list[Any] = [trace.arrival_s, requests.first_token_s, requests.finish_s, requests.num_tokens]
-        columns += [trace.prompt_tokens, requests.first_scheduled_s, requests.is_refused, slo_s]
+        columns += [trace.prompt_tokens, requests.is_refused, slo_s]
         return Times(*(column[rows] for column in columns))
 
 
@@ -134,7 +134,7 @@ def report(system: System, outcome: Outcome, alone_s: Floats, *, interrupted: bo
     first_s = float(times.arrival_s[0]) if len(times) else 0.0
     end_s, span_s = first_s + outcome.duration_s, max(outcome.duration_s, 1e-12)
     slowdown = (times.ttft_s / alone_s[: len(times)])[~times.is_refused]
-    columns = times.arrival_s, times.first_scheduled_s, times.finish_s
+    columns = times.arrival_s, outcome.requests.first_scheduled_s[: len(times)], times.finish_s
     policy = config.policy if isinstance(config.policy, str) else system.name
     started = np.flatnonzero(~np.isnan(outcome.requests.first_scheduled_s))
     return {

@@ -121,7 +121,6 @@ class Times(TokenTimes):
     """The same with what else became of them."""
 
     prompt_tokens: NDArray[np.int64]
-    first_scheduled_s: Floats
     is_refused: Flags  # it was not served
     slo_s: Floats  # [requests, 3], objectives as in OBJECTIVES; NaN for none
 
@@ -196,13 +195,12 @@ class Served(NamedTuple):
         """The load as a table, in order of arrival; objectives of a request were merged with these when it was sent,
         but for the end-to-end latency."""
         rows = sorted(self.outcomes, key=lambda one: one.start_s)
-        times = [(one.start_s, one.ttft_s, one.queue_s, one.end_s if one.is_completed else None) for one in rows]
-        start_s, ttft_s, queue_s, finish_s = np.array(times, np.float64).reshape(-1, 4).T  # None is NaN there
+        times = [(one.start_s, one.ttft_s, one.end_s if one.is_completed else None) for one in rows]
+        start_s, ttft_s, finish_s = np.array(times, np.float64).reshape(-1, 3).T  # None is NaN there
         made, read = np.array([(one.output_len, one.input_len) for one in rows], np.int64).reshape(-1, 2).T
         aims = [(one.slo.ttft_s, one.slo.tpot_s, goodput.e2el_s) for one in rows]
         slo_s = np.array(aims, np.float64).reshape(-1, len(OBJECTIVES))
-        more = read, start_s + queue_s, np.isnan(finish_s), slo_s
-        return Times(start_s, start_s + ttft_s, finish_s, made, *more)
+        return Times(start_s, start_s + ttft_s, finish_s, made, read, np.isnan(finish_s), slo_s)
 
 
 def latency_fields(name: str, seconds: ArrayLike, percentiles: Sequence[float]) -> dict[str, float | None]:
