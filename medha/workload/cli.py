@@ -13,9 +13,7 @@ from medha.cli.command import check_apart, complain, make_app, start_logging
 from medha.cli.options import Group, OutputJson, but, option, takes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from medha.workload.io import Reading
+    from medha.workload.io import OnFault, Reading
     from medha.workload.trace import Trace, TraceFormatError
 
 app = make_app(help="Request traces: convert, summarise, generate, check.")
@@ -69,7 +67,7 @@ def convert(
     """Write a trace in medha's format. --request-rate scales its arrivals, or draws them where it has none."""
     from medha.workload.synth import retimed
 
-    reading = _read(source, from_format, skip_invalid)
+    reading = _read(source, from_format, _ignored if skip_invalid else None)
     if from_zero:
         reading = reading._replace(trace=reading.trace.from_zero())
     return _write(target, retimed(reading, given.pop("arrivals"), duration_s=given.pop("duration"), **given))
@@ -83,7 +81,7 @@ def stats(source: _In, output_json: OutputJson = None, from_format: _From = None
 
     check_writable(output_json)
     check_apart([output_json], [source])
-    reading = _read(source, from_format, skip_invalid)
+    reading = _read(source, from_format, _ignored if skip_invalid else None)
     report = {
         "format": reading.format,
         "num_dropped": reading.num_dropped,
@@ -134,16 +132,15 @@ def validate(file: _In, from_format: _From = None) -> int:
     return 0
 
 
-def _read(
-    file: Path,
-    from_format: str | None = None,
-    skip_invalid: bool = False,
-    on_fault: Callable[[TraceFormatError], None] | None = None,
-) -> Reading:
+def _read(file: Path, from_format: str | None = None, on_fault: OnFault | None = None) -> Reading:
     from medha.workload.io import read_trace
 
     start_logging("warning")
-    return read_trace(file, from_format, on_fault=(lambda error: None) if skip_invalid else on_fault)
+    return read_trace(file, from_format, on_fault=on_fault)
+
+
+def _ignored(fault: TraceFormatError) -> None:
+    """With ``--skip-invalid``."""
 
 
 def _write(target: Path, trace: Trace) -> int:

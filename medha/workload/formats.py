@@ -175,22 +175,18 @@ def _text(name: str, value: Any) -> str:
 
 def medha_line(row: Row) -> str:
     """One request as our own format writes it."""
-    fields: dict[str, Any] = {
+    limits = {"ttft_s": row.ttft_slo_s, "tpot_s": row.tpot_slo_s}
+    fields = {
         "id": row.request_id,
         "arrival_s": row.arrival_s or 0.0,
         "num_prompt_tokens": row.prompt_tokens,
         "num_output_tokens": row.output_tokens,
+        "slo": {name: value for name, value in limits.items() if value is not None} or None,
+        "priority": None if row.priority is None else PRIORITIES[row.priority],
+        "tenant": row.tenant or None,
+        "hash_ids": None if row.prefix_hashes is None else row.prefix_hashes.tolist(),
     }
-    limits = (("ttft_s", row.ttft_slo_s), ("tpot_s", row.tpot_slo_s))
-    if slo := {name: value for name, value in limits if value is not None}:
-        fields["slo"] = slo
-    if row.priority is not None:
-        fields["priority"] = PRIORITIES[row.priority]
-    if row.tenant:
-        fields["tenant"] = row.tenant
-    if row.prefix_hashes is not None:
-        fields["hash_ids"] = row.prefix_hashes.tolist()
-    return json.dumps(fields)
+    return json.dumps({name: value for name, value in fields.items() if value is not None})
 
 
 _ALL = (

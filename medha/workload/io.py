@@ -32,6 +32,8 @@ STDIO = Path("-")
 """What a user calls standard input, and output."""
 
 OnFault = Callable[[TraceFormatError], None]
+Placed = tuple[str, Row | RowError | None]
+"""The place of a line or an object in a file, and what it is: a request, something wrong, or None to be dropped."""
 
 
 class Reading(NamedTuple):
@@ -65,9 +67,7 @@ def read_trace(path: Path | str, format: str | None = None, *, on_fault: OnFault
         return _reading(path, kind, _requests(path, file, kind), on_fault)
 
 
-def _reading(
-    path: Path, kind: Format, requests: Iterator[tuple[str, Row | RowError | None]], on_fault: OnFault | None
-) -> Reading:
+def _reading(path: Path, kind: Format, requests: Iterator[Placed], on_fault: OnFault | None) -> Reading:
     columns: list[Any] = [array("d"), array("q"), array("q"), [], [], array("d"), array("d"), array("b"), []]
     missing = (np.nan, 0, 0, None, None, np.nan, np.nan, -1, "")
     columns = columns if kind.name in ("medha", "mooncake") else columns[:3]  # the others have no more
@@ -125,8 +125,8 @@ def _trace(path: Path, kind: Format, columns: list[Any]) -> tuple[Trace, bool]:
     return Trace(**found), has_arrivals
 
 
-def _requests(path: Path, file: BinaryIO, kind: Format) -> Iterator[tuple[str, Row | RowError | None]]:
-    """What each line or object of a file is: a request, something wrong, or None to be dropped."""
+def _requests(path: Path, file: BinaryIO, kind: Format) -> Iterator[Placed]:
+    """What each line or object of a file is."""
     if kind.name == "sharegpt":
         logger.warning("%s: tokens are an estimate, characters / %g", path, CHARS_PER_TOKEN)
     for place, fields_of in _csv_rows(path, file, kind.needs) if kind.is_csv else _json_objects(path, file):
