@@ -51,9 +51,9 @@ class Passage(NamedTuple):
 class Pipeline:
     """The stages of one replica, of which the groups are alike; ``on_segment`` is told of every batch on every stage.
 
-    A batch reaches the first of several stages ``control_s`` after it was decided. Where it ``is_async``, a decode may
-    have been decided before its token is known, and waits for that in the first stage. With ``chunk_times`` chunks are
-    dealt, one a batch, and take what these say.
+    A batch reaches the first of several stages ``control_s`` after it was decided. A decode that was decided before its
+    token is known, as with async scheduling, waits for that in the first stage. With ``chunk_times`` chunks are dealt,
+    one a batch, and take what these say.
 
     ``busy_s`` and ``bubble_s``, by group and stage, are the seconds computed by batches that are accounted for, and
     those without work while another stage of the group had some.
@@ -64,13 +64,12 @@ class Pipeline:
     on_segment: Callable[[Segment], None] | None = None
     _: KW_ONLY
     control_s: float = 0.0
-    is_async: bool = False
     chunk_times: ChunkTimes | None = None
 
     def __post_init__(self) -> None:
         stages, groups = self.stages, range(self.num_groups)
         self._control_s = self.control_s if len(stages) > 1 else 0.0
-        self._tokens_s: dict[int, float] | None = {} if self.is_async else None  # when each slot has its newest token
+        self._tokens_s: dict[int, float] = {}  # when each slot has its newest token
         self.busy_s, self.bubble_s, self._free_s = ([[0.0] * len(stages) for _ in groups] for _ in range(3))
         costs = [replace(predictor.coefficients, key=stages[0].coefficients.key) for predictor in stages]
         self._kinds = [costs.index(cost) for cost in costs]  # stages that cost the same are predicted once
@@ -96,8 +95,7 @@ class Pipeline:
                         self.on_segment(Segment(batch.batch_id, group, stage, start_s, ready_s, batch.num_tokens))
             parts += [Part(group, from_s, ready_s, ran) for group, from_s in zip(groups, begins_s, strict=True)]
             end_s = max(end_s, ready_s)
-        if self._tokens_s is not None:
-            self._tokens_s.update((row.slot, end_s) for row in batch.rows if row.samples)
+        self._tokens_s.update((row.slot, end_s) for row in batch.rows if row.samples)
         return Passage(end_s, slowest_s, parts)
 
     def account(self, passage: Passage, now_s: float = math.inf) -> None:
@@ -110,8 +108,6 @@ class Pipeline:
 
     def _last_token_s(self, batch: Batch, groups: Sequence[int]) -> float:
         """When the last of the tokens is known with which the decodes of some groups go on."""
-        if not self._tokens_s:
-            return 0.0
         decodes = (row.slot for row in batch.rows[: batch.num_decodes] if row.group in groups)
         return max((self._tokens_s[slot] for slot in decodes), default=0.0)
 

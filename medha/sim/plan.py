@@ -183,9 +183,8 @@ def _trace(arrival_s: list[float], prompts: list[int]) -> Trace:
 
 def _first_request(outcome: Outcome) -> tuple[float, float]:
     """TTFT and TPOT of the first request."""
-    found = outcome.requests
-    first_s, finish_s = float(found.first_token_s[0]), float(found.finish_s[0])
-    return first_s - float(outcome.trace.arrival_s[0]), (finish_s - first_s) / (NUM_OUTPUT_TOKENS - 1)
+    times = outcome.times
+    return float(times.ttft_s[0]), float(times.tpot_s[0])
 
 
 def _seconds(seconds: float) -> str:

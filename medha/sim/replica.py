@@ -84,8 +84,8 @@ class Replica:
         planner = self.planner(predictor) if config.scheduler == CDSP else None
         scheduler = Scheduler(config, planner, **pool, **sizes, predictor=predictor)
         times = None if planner is None else planner.times
-        ahead = {"control_s": self.spec.control_s, "is_async": bool(config.async_scheduling), "chunk_times": times}
-        return scheduler, Pipeline(stages, self.parallel.kvp, on_segment, **ahead)  # type: ignore[arg-type]
+        pipeline = Pipeline(stages, self.parallel.kvp, on_segment, control_s=self.spec.control_s, chunk_times=times)
+        return scheduler, pipeline
 
     def planner(self, predictor: Predictor) -> Planner:
         """What plans chunks; ``predictor`` is of a group. ConfigError for wrong SP sizes or rates of another."""

@@ -92,8 +92,7 @@ def replicas(draw: st.DrawFn) -> Replica:
 def test_rules_of_any_load(replica: Replica, trace: Trace) -> None:
     segments: list[Segment] = []
     scheduler, pipeline = replica.build(on_segment=segments.append)
-    is_async = bool(scheduler.config.async_scheduling)
-    watched = Watched(pipeline.stages, pipeline.num_groups, on_segment=segments.append, is_async=is_async)
+    watched = Watched(pipeline.stages, pipeline.num_groups, on_segment=segments.append)
     watched.sent = []
     outcome = Simulation(scheduler, watched, trace).run()
     requests = outcome.requests
@@ -277,7 +276,7 @@ def piped(
     stage = Predictor(replace(FREE, linear=Curve((1.0, 4096.0), (STEP_S, STEP_S))), max_tokens=4096)
     config = SchedulerConfig("sarathi", chunk_size=128, depth=spp + 1, async_scheduling=is_async)
     scheduler = Scheduler(config, num_blocks=100, block_size=256, predictor=stage)
-    pipeline = Pipeline([stage.uncorrected()] * spp, control_s=control_s, is_async=is_async)
+    pipeline = Pipeline([stage.uncorrected()] * spp, control_s=control_s)
     return Simulation(scheduler, pipeline, trace, stop_s=stop_s).run()
 
 
