@@ -278,8 +278,7 @@ class Tick:
             fixed_s += 0.0 if run in self._runs else self._kvp.fixed_s
         if ring > 1 and self._ring is not None:
             slope_s, others = tiles.b[-(-q_len // tiles.tile)], q_len * (ring - 1)
-            history = kv_before - others / 2
-            fixed_s += self._ring.seconds(slope_s, size=ring, history=history, tokens=q_len + others)
+            fixed_s += self._ring.seconds(slope_s, size=ring, history=kv_before - others / 2, tokens=q_len + others)
         return tiles.a if kv_before > 0 else tiles.first, kv_before, merge_s, fixed_s
 
     def _with(self, q_len: int, a: list[float], kv: float, merge_s: float, fixed_s: float) -> float:

@@ -81,8 +81,7 @@ class PrefillTimes:
         """From ``start`` on, where it is not the end: lengths, and the seconds done by then."""
         points = np.unique(np.geomspace(start, self.max_tokens, _NUM_POINTS).round())
         sizes = np.array([max(self._chunk(int(kv)), 1) for kv in points])
-        steps_s = np.array([self._seconds(int(size), int(kv)) for size, kv in zip(sizes, points, strict=True)])
-        rate = steps_s / sizes
+        rate = np.array([self._seconds(int(size), int(kv)) for size, kv in zip(sizes, points, strict=True)]) / sizes
         spans = np.diff(points)
         # A chunk costs its first token's rate throughout: half a chunk behind the integral.
         lag = np.minimum((sizes[1:] + sizes[:-1]) / 2, spans)

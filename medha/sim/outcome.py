@@ -222,8 +222,7 @@ def saturation_of(times: Times) -> dict[str, Any]:
     queue = np.append(0.0, numbers)[np.searchsorted(changed_s, at_s, side="right")]
     growth = float(np.polynomial.polynomial.polyfit(at_s - at_s[0], queue, 1)[1]) * arrivals_s / 2
     num_late = int((times.arrival_s >= at_s[0]).sum())
-    first_tokens_s = times.first_token_s[~times.is_refused]
-    drain_s = float(np.max(first_tokens_s, initial=last_s)) - last_s  # NaN where one never came
+    drain_s = float(np.max(times.first_token_s[~times.is_refused], initial=last_s)) - last_s  # NaN where one never came
     drain = None if math.isnan(drain_s) else drain_s
     is_over = growth > math.sqrt(num_late) and (drain is None or drain > DRAIN * arrivals_s)
     return {"is_over": is_over, "growth": growth, "num_late": num_late, "drain_s": drain, "arrivals_s": arrivals_s}

@@ -76,8 +76,7 @@ def speed(runs: Sequence[Run]) -> str:
     wall_s = max(sum(run.wall_s for run in runs), 1e-9)
     virtual_s = sum(run.outcome.duration_s for run in runs)
     requests, batches = (sum(run.report[name] for run in runs) / wall_s for name in ("num_prompts", "num_batches"))
-    rates = f"{requests:,.0f} requests/s, {batches:,.0f} batches/s"
-    return f"simulated {virtual_s:,.0f} s in {wall_s:,.1f} s: {rates}"
+    return f"simulated {virtual_s:,.0f} s in {wall_s:,.1f} s: {requests:,.0f} requests/s, {batches:,.0f} batches/s"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -177,8 +177,7 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, bytes]]:
     file.seek(0)
     for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
         if len(data) > MAX_LINE_BYTES:
-            what = f"more than {MAX_LINE_BYTES} bytes; accepted: shorter lines"
-            raise TraceFormatError(path, what, f"line {number}")
+            raise TraceFormatError(path, f"more than {MAX_LINE_BYTES} bytes; accepted: shorter lines", f"line {number}")
         if stripped := data.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
             yield f"line {number}", stripped
 

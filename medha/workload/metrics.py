@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from medha.config.fields import POSITIVE, number, number_or_text
+from medha.config.fields import POSITIVE, Check, choice, number, number_or_text
 from medha.errors import ConfigError
 from medha.params import SLO
 
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 METRICS = ("ttft", "tpot", "itl", "e2el")  # vLLM's names of what percentiles are taken of
-_PERCENT = number("a number above 0, below 100", lambda value: 0 < value < 100)
+_PERCENT = number("numbers above 0, below 100", lambda value: 0 < value < 100)
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 BUCKET_ENDS = tuple(4**power for power in range(4, 11))
@@ -60,20 +60,21 @@ class Goodput:
 
 def parse_metrics(option: str, text: str) -> tuple[str, ...]:
     """``ttft,e2el`` as names, each once, in their usual order; ConfigError for an unknown one."""
-    given = [name.strip() for name in text.split(",")]
-    unknown = [name for name in given if name not in METRICS]
-    if unknown:
-        raise ConfigError(f"{option}={unknown[0]!r}; accepted: {', '.join(METRICS)}, comma separated")
+    given = _parts(option, text, choice(*METRICS))
     return tuple(name for name in METRICS if name in given)
 
 
 def parse_percentiles(option: str, text: str) -> tuple[float, ...]:
     """``50,99.9`` as numbers, each once; ConfigError where they are not above 0 and below 100."""
+    return tuple(sorted(set(map(float, _parts(option, text, _PERCENT)))))
+
+
+def _parts(option: str, text: str, check: Check) -> list[str]:
     parts = [part.strip() for part in text.split(",")]
-    wrong = [part for part in parts if not _PERCENT.holds(number_or_text(part))]
-    if wrong:
-        raise ConfigError(f"{option}={wrong[0]!r}; accepted: numbers above 0, below 100, comma separated")
-    return tuple(sorted({float(part) for part in parts}))
+    for part in parts:
+        if not check.holds(number_or_text(part)):
+            raise ConfigError(f"{option}={part!r}; accepted: {check.accepted}, comma separated")
+    return parts
 
 
 def percentile(values: ArrayLike, percent: float) -> float | None:
