@@ -40,6 +40,7 @@ def traces(draw: st.DrawFn) -> Trace:
     names = draw(st.lists(texts, min_size=len(drawn), max_size=len(drawn), unique=True))
     columns = list(zip(*drawn, strict=True))
     nan = [[math.nan if value is None else value for value in columns[i]] for i in (5, 6)]
+    tenants = np.array(names[::-1], np.dtypes.StringDType())
     some = draw(st.booleans())
     return Trace(
         np.sort(columns[0]),
@@ -47,7 +48,7 @@ def traces(draw: st.DrawFn) -> Trace:
         np.array(columns[2]),
         np.array(names, np.dtypes.StringDType()),
         np.fromiter(columns[4], dtype=object) if some else None,
-        *((np.array(nan[0]), np.array(nan[1]), np.array(columns[7], np.int8)) if some else ()),
+        *((np.array(nan[0]), np.array(nan[1]), np.array(columns[7], np.int8), tenants) if some else ()),
     )
 
 

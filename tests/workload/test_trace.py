@@ -34,6 +34,7 @@ def test_columns_are_typed_and_read_only() -> None:
     ("columns", "message"),
     [
         ({"arrival_s": [0.0, math.nan]}, r"arrival_s\[1\]=nan; accepted: finite seconds"),
+        ({"arrival_s": [0.0, math.inf]}, r"arrival_s\[1\]=inf; accepted: finite seconds"),
         ({"arrival_s": [-1.0, 0.0]}, r"arrival_s\[0\]=-1.0; accepted: finite"),
         ({"arrival_s": [2.0, 1.0]}, r"arrival_s\[1\]=1.0; accepted: .* no less than the one before"),
         ({"arrival_s": [[0.0, 1.0]]}, "arrival_s has shape"),
