@@ -277,7 +277,7 @@ class LLM(AbstractContextManager["LLM"]):
     def _add(self, request: Request, arrival_s: float, box: deque[RequestOutput]) -> None:
         """Queue a request for whoever waits at ``box``, by an id that none has which was added to the engine itself."""
         with self.engine.turns:
-            request.request_id = next(name for name in self._ids if not self.engine.is_unfinished(name))
+            request.request_id = next(name for name in self._ids if name not in self.engine.live)
             self.engine.add_prepared(request, arrival_s=arrival_s, sink=box.append)
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:

@@ -179,7 +179,7 @@ def left_behind(engine: Any) -> dict[str, list[int]]:
             len(hand_overs.transfers),
             *(len(instance.coming) for instance in hand_overs.instances),
         ],
-        "slots": [len(engine._live), len(engine._by_slot)],
+        "slots": [len(engine.live), len(engine.by_slot)],
         "slots twice": [len(engine._free_slots) - len(set(engine._free_slots))],
         "of the runner": [len(runner._tokens), len(runner.sampling)],
     }

@@ -245,7 +245,7 @@ def test_stream(needle: Model) -> None:
     with small(needle) as llm:
         (whole,) = llm.generate(question(), params)
         stream = llm.stream(question(), params, slo=SLO(ttft_s=1e9), priority="high", tenant="a")
-        first, (live,) = next(stream), llm.engine.requests()
+        first, (live,) = next(stream), llm.engine.live.values()
         pieces = [first, *stream]
         assert_empty(llm.engine)
     assert (live.priority, live.tenant) == ("high", "a")
@@ -279,7 +279,7 @@ def test_a_stream_goes_on_while_generate_tokenises(llm: LLM, expected: Tokens, m
     """Whose TTFT includes that."""
     stream = llm.stream(TEXTS[0], GREEDY)
     first = next(stream)
-    tokenizer, (live,) = llm.engine.tokenizer, llm.engine._live.values()
+    tokenizer, (live,) = llm.engine.tokenizer, llm.engine.live.values()
     encode, threads, begun_s = tokenizer.encode_array, [], []
 
     def patient(text: str, **options: Any) -> Any:

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.engine.prefix import PrefixIds
-from medha.engine.request import PIECE_TOKENS, ModelLimits, Request, pieces
+from medha.engine.request import ModelLimits, Request
+from medha.engine.threads import PIECE_TOKENS, pieces
 from medha.errors import (
     ChatTemplateError,
     ContextLengthError,

@@ -110,7 +110,7 @@ class RankHandle(AbstractContextManager["RankHandle"]):
         """Leave the job; every rank calls it."""
         if self.part is not None:
             if self.engine is not None:  # what is in flight ends on every rank
-                self.engine.end([request.request_id for request in self.engine.requests()])
+                self.engine.end(list(self.engine.live))
             self.part.stop()  # where rank 0 drives the engine the others first follow it to its end
         self.runner.drop_graphs()
         if self.tokenizer is not None:

@@ -62,9 +62,6 @@ class HandOvers:
         self._most = most
         self._begin = begin
 
-    def __bool__(self) -> bool:
-        return bool(self.instances)
-
     @property
     def largest(self) -> KVMemory | None:
         """The memory of an instance that takes the longest requests."""

@@ -33,7 +33,7 @@ from medha.errors import ConfigError, EngineDeadError, ValidationError, is_inter
 from medha.outputs import Explanation, RequestOutput
 from medha.params import SLO, SamplingParams, check_seconds
 from medha.records import Tracer
-from medha.sched.decision import Decision, Observer, Prediction
+from medha.sched.decision import Observer, Prediction
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
 from medha.worker.sampling import SlotSampling
@@ -75,8 +75,8 @@ class Engine:
         self.observers: list[Observer] = [*self._explainers]  # are told what the scheduler is asked and what it decides
         self._clock = clock
         self._start = clock()
-        self._live: dict[str, Request] = {}  # not ended
-        self._by_slot: dict[int, Completion] = {}  # theirs, and of ended ones those with chunks in flight
+        self.live: dict[str, Request] = {}  # by id, not ended; other threads may look at it and change nothing
+        self.by_slot: dict[int, Completion] = {}  # theirs, and of ended ones those with chunks in flight
         self._free_slots: list[int] = []
         self._num_added = 0
         self._in_flight = InFlight(news)
@@ -93,7 +93,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything left to do or to return."""
-        return bool(self._live or self._unreturned or self._in_flight or self.hand_overs.transfers)
+        return bool(self.live or self._unreturned or self._in_flight or self.hand_overs.transfers)
 
     @property
     def schedulers(self) -> tuple[Scheduler, ...]:
@@ -103,33 +103,20 @@ class Engine:
     @property
     def num_unfinished(self) -> int:
         """Requests queued or running."""
-        return len(self._live)
-
-    def is_unfinished(self, request_id: str) -> bool:
-        """Whether a request of this id is queued or running."""
-        return request_id in self._live
+        return len(self.live)
 
     def describe(self) -> str:
         """The unfinished requests and the batches in flight, a line each; for another thread, while :meth:`step` is
         stuck."""
-        lines = [f"{len(self._live)} unfinished requests, {len(self._in_flight)} batches in flight"]
-        lines += [f"  {one}" for live in list(self._live.values()) for one in live.completions]
+        lines = [f"{len(self.live)} unfinished requests, {len(self._in_flight)} batches in flight"]
+        lines += [f"  {one}" for live in list(self.live.values()) for one in live.completions]
         lines += [str(sent.batch) for sent in list(self._in_flight)]
         return "\n".join(lines)
-
-    def requests(self) -> list[Request]:
-        """The unfinished requests as they are; for another thread, which changes nothing."""
-        return list(self._live.values())
-
-    def running_at(self, slot: int) -> Completion | None:
-        """The completion of a slot that a batch names, None where it has ended; for :attr:`on_step`."""
-        one = self._by_slot[slot]
-        return one if one.finish_reason is None else None
 
     def prefills(self, min_tokens: int = 1) -> list[tuple[str, int, int]]:
         """(request id, prompt tokens computed, prompt tokens) of admitted prompts of at least ``min_tokens``."""
         with self.turns:
-            running = [one for live in self.requests() for one in live.completions if one.is_prefilling]
+            running = [one for live in list(self.live.values()) for one in live.completions if one.is_prefilling]
         sizes = ((one.name, one.num_computed_tokens, one.metrics.num_prompt_tokens) for one in running)
         return [size for size in sizes if size[2] >= min_tokens]
 
@@ -158,7 +145,7 @@ class Engine:
         """
         with self.turns:
             check_type("request_id", request_id, str)
-            if (live := self._live.get(request_id)) is None:
+            if (live := self.live.get(request_id)) is None:
                 message = f"request_id={request_id!r:.80} is not running; accepted: an unfinished request"
                 raise ValidationError(message, param="request_id", value=request_id)
             self.hand_overs.note_wait(live.first, self.now())
@@ -218,38 +205,35 @@ class Engine:
             raise self._dead.with_traceback(None)
         if (arrival_s := check_seconds("arrival_s", arrival_s)) > (now_s := self.now()):
             raise not_accepted("arrival_s", arrival_s, f"at most now(), {now_s}")
-        name, is_live = request.request_id, request.request_id in self._live
+        name, is_live = request.request_id, request.request_id in self.live
         if is_live or request.completions:
             wrong = "is in flight already; accepted: an id not in use" if is_live else "was queued; prepare it again"
             raise ValidationError(f"request_id={name!r} {wrong}", param="request_id", value=name)
-        params, slots = request.params, self._unused_slots(request.params.n)
-        completions = request.begun(slots, arrival_s, self.limits, self.tokenizer, sink or self._unreturned.append)
+        params, completions = request.params, list[Completion]()
+        request.sink = sink or self._unreturned.append
         seed = params.seed if params.seed is not None else self.limits.seed * 1_000_003 + self._num_added
         judged_s: float | None = now_s
         is_relegated = False
-        for one in completions:
-            sampling = SlotSampling.of(params, seed + one.index, tuple(sorted(one.end_ids)), request.prompt_ids)
-            head = replace(request.asked(one.slot, arrival_s), is_relegated=is_relegated)
-            if self.hand_overs:
+        for index in range(params.n):
+            slot = self._free_slots[-1] if self._free_slots else len(self.by_slot)
+            one = Completion(request, index, slot, arrival_s, self.limits, self.tokenizer)
+            sampling = SlotSampling.of(params, seed + index, tuple(sorted(one.end_ids)), request.prompt_ids)
+            head = replace(request.asked(slot, arrival_s), is_relegated=is_relegated)
+            if self.hand_overs.instances:
                 head = replace(head, max_new_tokens=1)
             its = self.scheduler.add(head, judged_s)
-            self.runner.open(one.slot, request.prompt_ids, sampling, one.token_ids)
+            self.runner.open(slot, request.prompt_ids, sampling, one.token_ids)
             one.admitted(its)
-            self._by_slot[one.slot] = one
+            completions.append(one)
+            self.by_slot[slot] = one
             if self._free_slots:
                 self._free_slots.pop()
             for observer in self.observers:
                 observer.added(head, judged_s, its, one.name)
             judged_s, is_relegated = None, its.is_relegated  # the first is judged for all: none is refused behind it
         self._num_added += params.n
-        request.completions = completions
-        self._live[name] = request
-
-    def _unused_slots(self, count: int) -> list[int]:
-        """So many slots that nobody has, in the order in which they are taken: free ones from the end, then new."""
-        free = self._free_slots[-count:][::-1]
-        first = len(self._by_slot) + len(self._free_slots)
-        return [*free, *range(first, first + count - len(free))]
+        request.completions = tuple(completions)
+        self.live[name] = request
 
     @in_turn
     def reset_prefix_cache(self) -> None:
@@ -271,7 +255,7 @@ class Engine:
     def let_go(self) -> None:
         """End the requests that were aborted; so does every method that changes something, as it ends."""
         while self.leaving:
-            if (live := self._live.get(self.leaving.popleft())) is None:
+            if (live := self.live.get(self.leaving.popleft())) is None:
                 continue
             running = [one for one in live.completions if one.finish_reason is None]
             self._abort(live)
@@ -285,7 +269,7 @@ class Engine:
     def abort_all(self) -> None:
         """End every request now; batches in flight are completed by the next steps."""
         with self.turns:
-            for request_id in list(self._live):
+            for request_id in list(self.live):
                 self.abort(request_id)
 
     def end(self, request_ids: Iterable[str]) -> None:
@@ -332,7 +316,7 @@ class Engine:
                 if (index := self._in_flight.await_done(wait_s)) is not None:
                     self._complete(index)
                 return True
-            if self._live:
+            if self.live:
                 raise RuntimeError(f"the scheduler runs none of the unfinished requests:\n{self.describe()}")
             return False
         except BaseException as error:
@@ -343,11 +327,11 @@ class Engine:
     @in_turn
     def abandon(self) -> None:
         """Abort everything and forget what is in flight; the next :meth:`step` returns the aborted requests."""
-        for live in list(self._live.values()):
+        for live in list(self.live.values()):
             self._abort(live)
         # An interrupt may have struck anywhere in a step, so nothing is undone: scheduler and runner start afresh.
         self.leaving.clear()
-        self._by_slot.clear()
+        self.by_slot.clear()
         self._free_slots.clear()
         self._in_flight.clear()
         self.scheduler = self.scheduler.fresh()
@@ -360,26 +344,25 @@ class Engine:
 
     def _fill_pipeline(self) -> None:
         """Schedule and submit batches until no more may enter."""
-        self._release(self.hand_overs.advance(self.scheduler, self._by_slot, self.now))
+        self._release(self.hand_overs.advance(self.scheduler, self.by_slot, self.now))
         for scheduler, decision, start_s, batch in self.hand_overs.decisions(self.now):
             self._in_flight.sent(scheduler, decision, start_s, batch, self.runner.submit(batch))
-        while (decision := self._schedule(start_s := self.now())).batch is not None:
-            batch = decision.batch
-            for row in batch.chunks:
-                self._by_slot[row.slot].scheduled(start_s)
-            for shared in batch.shared:
-                self._by_slot[shared.slot].found(shared.num_tokens)
-            self._in_flight.sent(self.scheduler, decision, start_s, batch, self.runner.submit(batch))
-
-    def _schedule(self, now: float) -> Decision:
-        """Ask for the next batch; note who was preempted for it."""
-        with phase("medha.schedule"):
-            decision = self.scheduler.schedule(now)
-        for observer in self.observers:
-            observer.scheduled(now, decision)
-        for preempted in decision.preempted:
-            self._by_slot[preempted.slot].gave_way(preempted)
-        return decision
+        while True:
+            start_s = self.now()
+            with phase("medha.schedule"):
+                decision = self.scheduler.schedule(start_s)
+            for observer in self.observers:
+                observer.scheduled(start_s, decision)
+            for preempted in decision.preempted:
+                self.by_slot[preempted.slot].gave_way(preempted)
+            if decision.batch is None:
+                return
+            for row in decision.batch.chunks:
+                self.by_slot[row.slot].scheduled(start_s)
+            for shared in decision.batch.shared:
+                self.by_slot[shared.slot].found(shared.num_tokens)
+            pending = self.runner.submit(decision.batch)
+            self._in_flight.sent(self.scheduler, decision, start_s, decision.batch, pending)
 
     def _complete(self, index: int) -> None:
         """Wait for a batch in flight and hand out what came of it."""
@@ -389,10 +372,10 @@ class Engine:
         now, busy_s = self.now(), result.busy_s
         start_s = self._in_flight.completed(index, now)
         for row in batch.chunks:
-            chunked = self._by_slot[row.slot]
+            chunked = self.by_slot[row.slot]
             chunked.num_computed_tokens, chunked.computed_s = row.kv_len, now
         if self.timeline is not None:
-            names = [self._by_slot[row.slot].name for row in batch.rows]
+            names = [self.by_slot[row.slot].name for row in batch.rows]
             step_s = {}
             if prediction is not None:
                 step_s = {"predicted": prediction.seconds, "busy": busy_s, "budget": prediction.budget_s}
@@ -400,20 +383,15 @@ class Engine:
         if self.on_step is not None:
             self.on_step(batch, prediction, busy_s)
         results: list[tuple[int, int, bool]] = []
-        begun: list[Completion] = []
-        kept: list[Completion] = []  # that wait for a decode instance
+        took: list[Completion] = []
         told: list[Request] = []
-        by_slot, keeps = self._by_slot, bool(self.hand_overs) and is_first
+        by_slot, hands_over = self.by_slot, bool(self.hand_overs.instances) and is_first
         for row, sampled in zip(result.rows, result.sampled, strict=True):
             one = by_slot[slot := row[0]]
             if one.finish_reason is None:  # else it was aborted while in flight: the result is dropped
                 ends = one.take(sampled, now)
-                waits = keeps and not ends
-                results.append((slot, 0 if waits else 1, ends))
-                if waits:
-                    kept.append(one)
-                if one.metrics.explanation is None:
-                    begun.append(one)
+                results.append((slot, 0 if hands_over and not ends else 1, ends))
+                took.append(one)
                 if ends or one.request.reports_progress:
                     told.append(one.request)
                 if one.error is not None:  # what it computed, or shared, may be as bad as its logits
@@ -421,11 +399,12 @@ class Engine:
                 elif ends or not len(one.token_ids) % _EXTEND_EVERY:
                     self._extend(one)
         closed = sent.scheduler.complete(batch, now, results, busy_s)
-        for one in kept:
-            self.hand_overs.keep(self.scheduler, one.request.asked(one.slot, one.metrics.arrival))
+        for one in took if hands_over else ():
+            if one.finish_reason is None:
+                self.hand_overs.keep(self.scheduler, one.request.asked(one.slot, one.metrics.arrival))
         for observer in self.observers if is_first else ():
             observer.completed(batch, now, results, busy_s, closed)
-        for one in begun:
+        for one in took:
             self._keep_explanation(one)
         for request in dict.fromkeys(told):  # of several completions once
             if not request.num_running:
@@ -460,13 +439,13 @@ class Engine:
     def _retire(self, live: Request) -> None:
         """Hand out the output of a request that has ended."""
         live.emit()
-        del self._live[live.request_id]
+        del self.live[live.request_id]
 
     def _release(self, closed: Sequence[int]) -> None:
         """Forget slots whose requests have nothing in flight any more."""
         for slot in closed:
             self.runner.close(slot)
-            one = self._by_slot.pop(slot)
+            one = self.by_slot.pop(slot)
             one.request = proxy(one.request)  # else a circle keeps them, and a long prompt, until garbage is collected
             self._free_slots.append(slot)
 
@@ -487,7 +466,7 @@ class Engine:
                 dead = EngineDeadError(f"a step failed: {type(cause).__name__}: {cause}")
             self._dead = dead
             dead.__cause__ = cause
-            for live in list(self._live.values()):
+            for live in list(self.live.values()):
                 for one in live.completions:
                     one.finish("error", self.now(), error=dead, flush_text=False)  # the tokenizer may be what failed
                 self._retire(live)

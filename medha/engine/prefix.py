@@ -13,7 +13,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from medha.engine.request import pieces
+from medha.engine.threads import pieces
 from medha.sched.prefix import ID_BYTES
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from medha.engine.prefix import PrefixIds
+from medha.engine.threads import pieces
 from medha.errors import NonFiniteLogitsError
 from medha.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, unserved
 from medha.params import PRIORITIES, SLO, SamplingParams
@@ -21,18 +21,10 @@ from medha.sched.prefix import ID_BYTES
 from medha.text import Detokenizer, StopChecker, Tokenizer
 from medha.worker.sampling import Sampled
 
-if TYPE_CHECKING:
-    from medha.engine.prefix import PrefixIds
-
 logger = logging.getLogger("medha")
-
-PIECE_TOKENS = 16_384
-"""Token ids that are worked on at once as Python integers."""
 
 Sink = Callable[[RequestOutput], None]
 """Takes the outputs of a request."""
-
-_PAUSE = 3.0
 
 _SUMS = ("num_output_tokens", "num_chunks", "num_preemptions", "num_swaps", "work_lost_s")
 
@@ -70,6 +62,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_running = self.params.n  # completions that have not ended
+        self.sink: Sink  # takes its outputs, once it is queued
+
+    @property
+    def reports_progress(self) -> bool:
+        """Whether it hands out more than its last output."""
+        return self.params.output_kind != "final_only"
 
     @property
     def max_tokens(self) -> int:
@@ -87,17 +85,8 @@ class Request:
 
     def asked(self, slot: int, arrival_s: float) -> SchedulerRequest:
         """What a scheduler is to know of a completion of it."""
-        length, priority = len(self.prompt_ids), PRIORITIES.index(self.priority)
-        head = SchedulerRequest(slot, length, self.max_tokens, arrival_s, self.slo, priority)
-        return replace(head, tenant=self.tenant, prefix=self.prefix)
-
-    def begun(
-        self, slots: Sequence[int], arrival_s: float, limits: ModelLimits, tokenizer: Tokenizer | None, sink: Sink
-    ) -> tuple[Completion, ...]:
-        """A completion for each slot, which are its own once it is queued; ``sink`` takes its outputs."""
-        self._sink = sink
-        self.reports_progress = self.params.output_kind != "final_only"  # it hands out more than its last output
-        return tuple(Completion(self, *at, arrival_s, limits, tokenizer) for at in enumerate(slots))
+        head = slot, len(self.prompt_ids), self.max_tokens, arrival_s, self.slo, PRIORITIES.index(self.priority)
+        return SchedulerRequest(*head, tenant=self.tenant, prefix=self.prefix)
 
     def refused(self, arrival_s: float, now_s: float, error: Exception) -> RequestOutput:
         """Its output where the engine does not take it."""
@@ -118,7 +107,7 @@ class Request:
         error = next((one.error for one in chosen if one.error is not None), None)
         metrics = chosen[0].metrics if len(chosen) == 1 else self._metrics()
         ids, ended, cached = self.prompt_token_ids, self.num_running == 0, metrics.num_cached_tokens
-        self._sink(RequestOutput(self.request_id, self.prompt, ids, outputs, ended, metrics, error, cached))
+        self.sink(RequestOutput(self.request_id, self.prompt, ids, outputs, ended, metrics, error, cached))
 
     def _metrics(self) -> RequestMetrics:
         """Of several completions together."""
@@ -161,7 +150,6 @@ class Completion:
         self.finish_reason: FinishReason | None = None  # why it has ended; None while it runs
         self.error: Exception | None = None
         self._stop_reason: str | int | None = None
-        self._max_tokens = request.max_tokens
         self._detokenizer: Detokenizer | None = None
         if self.tokenizer is not None and params.detokenize:
             last, skips = int(request.prompt_ids[-1]), params.skip_special_tokens
@@ -251,7 +239,7 @@ class Completion:
         if ends or self._stops.matched is not None:
             self._stop_reason = self._stops.matched or (None if token in self._eos_ids else token)
             self.finish("stop", now_s)
-        elif len(ids) >= self._max_tokens:
+        elif len(ids) >= self.request.max_tokens:
             self.finish("length", now_s)
         return self.finish_reason is not None
 
@@ -277,15 +265,10 @@ class Completion:
 
     def further_ids(self, prefix: PrefixIds) -> bytes:
         """Ids of the units that its tokens have filled since the last call."""
-        ids, size = self.request.prompt_ids, len(self.request.prompt_ids)
-        start = self._num_units * prefix.unit
-        tokens = np.array(self.token_ids[max(start - size, 0) :], np.int32)
-        if start < size:
-            tokens = np.concatenate([ids[start:], tokens])
-        if len(tokens) < prefix.unit:
-            return b""
-        more = prefix.further(self._last_id, tokens)
-        self._num_units, self._last_id = self._num_units + len(more) // ID_BYTES, more[-ID_BYTES:]
+        prompt, start = self.request.prompt_ids, self._num_units * prefix.unit
+        output = np.array(self.token_ids[max(start - len(prompt), 0) :], np.int32)
+        more = prefix.further(self._last_id, np.concatenate([prompt[start:], output]))
+        self._num_units, self._last_id = self._num_units + len(more) // ID_BYTES, (self._last_id + more)[-ID_BYTES:]
         return more
 
     def output(self, *, is_delta: bool) -> CompletionOutput:
@@ -313,15 +296,3 @@ class Completion:
         if self.tokenizer is None:
             return None
         return self.tokenizer.decode([token_id], goes_on=True, skip_special_tokens=False)
-
-
-def pieces(length: int) -> Iterator[slice]:
-    """Parts of many ids, with a pause after each that is :data:`_PAUSE` times as long as what was done with it.
-
-    Work on Python integers holds the interpreter lock, for which whoever decodes would wait at every operator.
-    """
-    for start in range(0, length, PIECE_TOKENS):
-        began_s = time.perf_counter()
-        yield slice(start, min(start + PIECE_TOKENS, length))
-        if length > PIECE_TOKENS:
-            time.sleep(_PAUSE * (time.perf_counter() - began_s))

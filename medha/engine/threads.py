@@ -1,4 +1,4 @@
-"""Threads around an engine: they take turns to have it, in the order in which they asked.
+"""Threads around an engine: they take turns to have it, in the order in which they asked, and let others run.
 
 Prompts are prepared beside it, never where it steps: it takes a request when that is ready. A prompt of millions of
 characters is overtaken by the short ones that arrive after it.
@@ -7,8 +7,9 @@ characters is overtaken by the short ones that arrive after it.
 from __future__ import annotations
 
 import threading
+import time
 from _thread import RLock
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import suppress
 from functools import wraps
@@ -26,6 +27,9 @@ LONG_PROMPT = 100_000
 """Characters or ids of the longest prompt that is prepared among the short ones."""
 SOON_S = 0.002
 """For which a step waits for what has just come to be prepared: it may last a hundred times as long."""
+PIECE_TOKENS = 16_384
+"""Token ids that are worked on at once as Python integers."""
+_PAUSE = 3.0
 
 
 class Turns(RLock):  # type: ignore[misc]
@@ -127,3 +131,15 @@ def prompt_size(prompt: Any, depth: int = 64) -> int:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping) and depth:
         return max(prompt_size(value, depth - 1) for value in prompt)
     return len(prompt) if getattr(prompt, "ndim", 1) > 0 and hasattr(prompt, "__len__") else 0
+
+
+def pieces(length: int) -> Iterator[slice]:
+    """Parts of many ids, with a pause after each that is :data:`_PAUSE` times as long as what was done with it.
+
+    Work on Python integers holds the interpreter lock, for which whoever decodes would wait at every operator.
+    """
+    for start in range(0, length, PIECE_TOKENS):
+        began_s = time.perf_counter()
+        yield slice(start, min(start + PIECE_TOKENS, length))
+        if length > PIECE_TOKENS:
+            time.sleep(_PAUSE * (time.perf_counter() - began_s))

@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from medha.engine.admission import checked_ids, tokenise
 from medha.engine.engine import Engine
 from medha.engine.jsonl import KNOWN_FIELDS
-from medha.engine.request import pieces
+from medha.engine.threads import pieces
 from medha.errors import EngineDeadError, MedhaError, exit_code, not_accepted
 from medha.parallel.launch import exit_at_once
 from medha.params import CHAT_OPTIONS, PROMPT_OPTIONS, UNSUPPORTED_FIELDS, SamplingParams

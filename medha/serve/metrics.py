@@ -64,7 +64,7 @@ class Metrics:
     """What a server tells Prometheus of an engine."""
 
     def __init__(self, engine: Engine, model: str) -> None:
-        self._now, self._running_at = engine.now, engine.running_at
+        self._now, self._by_slot = engine.now, engine.by_slot
         self.num_steps = 0  # batches that are done
         self._token_s: dict[int, float] = {}  # when the last token of a slot was
         self._model, registry = model, CollectorRegistry()
@@ -103,8 +103,8 @@ class Metrics:
         """Note a batch that is done; the engine's thread calls it."""
         self.num_steps += 1
         self._step.observe(busy_s)
-        now_s, running = self._now(), [self._running_at(row.slot) for row in batch.rows if row.samples]
-        sampling = [one for one in running if one is not None]
+        now_s, sampled = self._now(), [self._by_slot[row.slot] for row in batch.rows if row.samples]
+        sampling = [one for one in sampled if one.finish_reason is None]
         self._tokens.inc(len(sampling))
         self._prompt_tokens.inc(sum(len(one.request.prompt_ids) for one in sampling if not one.token_ids))
         for one in sampling:
@@ -129,7 +129,7 @@ class Metrics:
 def snapshot(service: Service) -> dict[str, Any]:
     """The unfinished requests and the memory as they are now."""
     engine = service.engine
-    now_s, requests = engine.now(), engine.requests()
+    now_s, requests = engine.now(), list(engine.live.values())
     rows = [_row(one, now_s, service.left_s(one.first)) for one in requests[:_MOST_SHOWN]]
     return {"now_s": now_s, "num_requests": len(requests), "requests": rows, "kv": _usage(engine)}
 

@@ -183,7 +183,7 @@ def _drive(case: Case, engine: Engine) -> list[Answer]:
             outputs[key].append(output)
             if output.finished:
                 answers[key] = _answer(added[key][0], outputs[key])
-        before, live = num_tokens, engine._live.items()
+        before, live = num_tokens, engine.live.items()
         num_tokens = {key: sum(one.metrics.num_output_tokens for one in it.completions) for key, it in live}
         last_step = last_step if num_tokens == before else step
         if step - last_step > patience:

@@ -14,10 +14,10 @@ import torch
 
 import medha.models.decoder as decoder
 import medha.parallel.kvp as kvp
-from medha.engine.engine import Engine
 from medha.engine.prefix import PrefixIds
+from medha.engine.request import Completion
 from medha.models.layers import FusedKernels, TensorShard
-from medha.sched.decision import Decision
+from medha.sched.decision import Preempted
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption
 from medha.sched.prefix import Path, PrefixCache
@@ -123,15 +123,13 @@ def min_tokens_counted_anew(patch: Patch) -> None:
 
 def stop_string_lost(patch: Patch) -> None:
     """Who gives way forgets its stop strings."""
-    schedule = Engine._schedule
+    gave_way = Completion.gave_way
 
-    def forgetting(self: Engine, now: float) -> Decision:
-        decision = schedule(self, now)
-        for preempted in decision.preempted:
-            self._by_slot[preempted.slot]._stops = StopChecker(())
-        return decision
+    def forgetting(self: Completion, preempted: Preempted) -> None:
+        gave_way(self, preempted)
+        self._stops = StopChecker(())
 
-    patch.setattr(Engine, "_schedule", forgetting)
+    patch.setattr(Completion, "gave_way", forgetting)
 
 
 def reference_forgotten(patch: Patch) -> None:

@@ -143,7 +143,7 @@ def states_of(engine: Any) -> dict[str, str]:
     """The state of each unfinished request that is in one of :data:`STATES`."""
     hand_overs, found = engine.hand_overs, {}
     chunks = {row.slot for sent in engine._in_flight for row in sent.batch.chunks}
-    for slot, one in engine._by_slot.items():
+    for slot, one in engine.by_slot.items():
         if one.finish_reason is not None:
             continue
         if slot in hand_overs.waiting:

@@ -130,7 +130,7 @@ def drive(engine: Engine, workload: Workload, ask: Callable[[], object] = lambda
             ask()
         step += 1
     assert engine.scheduler.memory.num_used == 0
-    assert not engine._by_slot
+    assert not engine.by_slot
     return outputs
 
 

@@ -52,12 +52,12 @@ def abort_in_each_state(folder: Path, options: dict[str, Any], prompts: Any, par
             while engine.has_unfinished:
                 ends |= {output.request_id: output.outputs[0] for output in engine.step(wait_s=0.001)}
                 found = states_of(engine)
-                in_it = next((one for one in engine._by_slot.values() if found.get(one.name) == state), None)
+                in_it = next((one for one in engine.by_slot.values() if found.get(one.name) == state), None)
                 if in_it is not None and aborted is None:
                     aborted, name_of, start_s = in_it, in_it.name, engine.now()
                     engine.abort(name_of)
                     engine.add_request("late", prompts[0], params[0])  # which may get the slot
-                if aborted is not None and gone_s is None and aborted not in engine._by_slot.values():
+                if aborted is not None and gone_s is None and aborted not in engine.by_slot.values():
                     gone_s = engine.now() - start_s
             while engine.advance():
                 pass

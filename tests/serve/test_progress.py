@@ -177,7 +177,7 @@ def of_a_long_one(length: int, dearer_s: float) -> tuple[Predicted, Service, Req
     """A runner and a service whose engine has one request, of so many tokens."""
     runner = Predicted(dearer_s)
     runner.engine.add_request("long", [5] * length, SamplingParams(max_tokens=2))
-    (long,) = runner.engine.requests()
+    (long,) = runner.engine.live.values()
     return runner, Service(runner.engine), long
 
 

@@ -102,7 +102,7 @@ def test_a_request_in_host_memory_can_be_aborted(bytes_model: Model) -> None:
     aborted: set[str] = set()
     while engine.has_unfinished:
         engine.step()
-        for request_id, live in list(engine._live.items()):
+        for request_id, live in list(engine.live.items()):
             if live.first.metrics.num_swaps and not aborted:
                 assert engine.scheduler.memory.swapped_on(live.first.slot) == 0
                 aborted.add(request_id)
