@@ -82,9 +82,6 @@ def _environment(fuel: int) -> minijinja.Environment:
         options |= {"ensure_ascii": ensure_ascii, "separators": separators and tuple(separators)}
         return json.dumps(value, default=lambda value: float(repr(value)), **options)
 
-    def strftime_now(layout: str) -> str:
-        return datetime.now().strftime(layout)
-
     environment = minijinja.Environment(
         filters={"tojson": tojson},
         tests={  # as in Jinja; but what is undefined comes as None, and whole floats of the template's own as integers
@@ -93,7 +90,7 @@ def _environment(fuel: int) -> minijinja.Environment:
             "number": lambda value: isinstance(value, int | float | _Float),
             "float": lambda value: isinstance(value, float | _Float),
         },
-        globals={"raise_exception": raise_exception, "strftime_now": strftime_now},
+        globals={"raise_exception": raise_exception, "strftime_now": datetime.now().strftime},
         debug=False,
         fuel=fuel,
         auto_escape_callback=lambda name: False,

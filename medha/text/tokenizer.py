@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -73,42 +73,30 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     return Tokenizer(backend, special_tokens=specials, chat_template=template, name=str(path), source=source)
 
 
+@dataclass(eq=False, repr=False)
 class Tokenizer:
-    """A text tokenizer, its named special tokens, and its chat template.
+    """A text tokenizer, its named special tokens, and its chat template."""
 
-    Args:
-        backend: the tokenizer proper; its truncation and padding are switched off in place.
-        special_tokens: text of ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``, where they exist.
-        chat_template: Jinja source, or None.
-        name: what messages call this tokenizer.
-        source: the backend as JSON, where that is at hand.
-    """
+    backend: tokenizers.Tokenizer  # the tokenizer proper; its truncation and padding are switched off in place
+    _: KW_ONLY
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # text of some of _NAMED_SPECIALS
+    chat_template: str | None = None  # Jinja source
+    name: str = "tokenizer"  # what messages call it
+    source: InitVar[str | None] = None  # the backend as JSON, where that is at hand
 
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        *,
-        special_tokens: Mapping[str, str] | None = None,
-        chat_template: str | None = None,
-        name: str = "tokenizer",
-        source: str | None = None,
-    ) -> None:
+    def __post_init__(self, source: str | None) -> None:
+        backend = self.backend
         backend.no_truncation()
         backend.no_padding()
-        self.backend = backend
-        self.name = name
-        self._encoder = _Encoder(backend, backend.to_str if source is None else lambda: source, name=name)
-        self.special_tokens = dict(special_tokens or {})
-        self.chat_template = chat_template
+        self._encoder = _Encoder(backend, backend.to_str if source is None else lambda: source, name=self.name)
         self._renderer = Child("medha.child.text")
         ids = {key: backend.token_to_id(text) for key, text in self.special_tokens.items()}
         self.bos_token_id, self.eos_token_id = ids.get("bos_token"), ids.get("eos_token")
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        added = backend.get_added_tokens_decoder().items()
+        self.special_texts = {token_id: token.content for token_id, token in added if token.special}
         self._kinds: dict[int, TokenKind] = {}
         # Of tokens met that are whole characters, if a text is its tokens' bytes one behind the other: their text.
         self.whole_texts: dict[int, str] = {}
-        self._special_texts = [token.content for token in added.values() if token.special]
 
     def kind(self, token_id: int) -> TokenKind:
         """What a token id, not negative, stands for; ``none`` where it does not exist."""
@@ -116,7 +104,7 @@ class Tokenizer:
         if kind is None:
             token = self.backend.id_to_token(token_id)
             kind = "none" if token is None else "byte" if _BYTE_TOKEN.fullmatch(token) else "text"
-            kind = self._kinds[token_id] = "special" if token_id in self.special_ids else kind
+            kind = self._kinds[token_id] = "special" if token_id in self.special_texts else kind
             if kind == "text" and self.byte_of is not None and "\ufffd" not in (text := self.decode([token_id])):
                 self.whole_texts[token_id] = text
         return kind
@@ -222,12 +210,12 @@ class Tokenizer:
     @cached_property
     def _special_start(self) -> re.Pattern[str]:
         """The first character of any special-token text, also of one within another."""
-        texts = filter(None, {*self._special_texts, *self.special_tokens.values()})
+        texts = filter(None, {*self.special_texts.values(), *self.special_tokens.values()})
         return re.compile("|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in texts) or r"(?!)")
 
     def _marked(self, text: str) -> str:
         """Text with a mark in each special-token text, behind its first character."""
-        for single in self._special_texts:
+        for single in self.special_texts.values():
             if len(single) == 1 and single in text:
                 what = f"messages hold {single!r}, a special token of {self.name} that cannot be encoded as text"
                 raise ValidationError(what, param="messages")
@@ -330,11 +318,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, *, after: int | None = None, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._errors_told = _ErrorsTold(tokenizer.name, "decode")
         self._skip_special_tokens = skip_special_tokens
         self._stream = decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._holds_back = False
         self._num_emitted = 0  # characters
         self._run: list[int] = []
         self._goes_on = after is not None and tokenizer.kind(after) in ("text", "byte")
@@ -343,7 +329,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Add one token, not negative; returns the text that became final, perhaps none."""
-        if not self._holds_back and (text := self._tokenizer.whole_texts.get(token_id)) is not None:
+        if (text := self._tokenizer.whole_texts.get(token_id)) is not None and not self._utf8.getstate()[0]:
             self._num_emitted += len(text)
             return text
         kind = self._tokenizer.kind(token_id)
@@ -353,13 +339,12 @@ class Detokenizer:
             token = self._tokenizer.backend.id_to_token(token_id) or ""
             own = bytes(map(byte_of.__getitem__, token)) if byte_of.keys() >= set(token) else token.encode()
             text = self._utf8.decode(own)
-            self._holds_back = bool(self._utf8.getstate()[0])
         elif kind == "byte":
             self._run.append(token_id)
             return ""
         else:
             ids, self._run = [*self._run, token_id], []
-            with self._errors_told:
+            with _ErrorsTold(self._tokenizer.name, "decode"):
                 text = self._stream.step(self._tokenizer.backend, ids) or ""
         self._num_emitted += len(text)
         return text

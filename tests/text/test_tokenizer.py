@@ -90,9 +90,9 @@ def test_what_other_files_call_special_is(
     strips = is_added or "image_token" in names
     assert (tokenizer.encode(END + "  a") == tokenizer.encode(END + "a")) == strips
     if is_added and any(isinstance(listed, list) for listed in names.values()):
-        assert not tokenizer.special_ids and tokenizer.decode([end]) == END
+        assert not tokenizer.special_texts and tokenizer.decode([end]) == END
         return
-    assert tokenizer.special_ids == {end}
+    assert tokenizer.special_texts == {end: END}
     assert tokenizer.decode(tokenizer.encode("hello" + END)) == "hello"
     assert tokenizer.encode("a" * 200_000 + END)[-1] == end
     for content in ("hi!", END):
@@ -246,8 +246,8 @@ def test_special_text_in_content_is_text(content: str) -> None:
     tokenizer = chat_tokenizer(LLAMA3)
     ids = chat_ids(tokenizer, [{"role": "user", "content": content}, {"role": "user", "content": "plain"}])
     clean = chat_ids(tokenizer, [{"role": "user", "content": "A"}, {"role": "user", "content": "plain"}])
-    controls = [token_id for token_id in ids if token_id in tokenizer.special_ids]
-    assert controls == [token_id for token_id in clean if token_id in tokenizer.special_ids]
+    controls = [token_id for token_id in ids if token_id in tokenizer.special_texts]
+    assert controls == [token_id for token_id in clean if token_id in tokenizer.special_texts]
     rendered = tokenizer.encode_chat([{"role": "user", "content": content}, {"role": "user", "content": "plain"}])[0]
     assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
 
@@ -267,6 +267,6 @@ def test_special_text_of_one_character_is_refused() -> None:
     backend = byte_level()
     backend.add_special_tokens([AddedToken("\u25c0", special=True)])
     tokenizer = Tokenizer(backend, chat_template="{{ messages[0].content }}\u25c0")
-    assert chat_ids(tokenizer, [{"role": "user", "content": "ab"}])[-1] in tokenizer.special_ids
+    assert chat_ids(tokenizer, [{"role": "user", "content": "ab"}])[-1] in tokenizer.special_texts
     with pytest.raises(ValidationError, match=r"^messages hold '\u25c0', a special token of tokenizer"):
         tokenizer.encode_chat([{"role": "user", "content": "a\u25c0b"}])
