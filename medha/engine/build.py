@@ -28,46 +28,26 @@ from medha.cost.hardware import spec_of_device
 from medha.cost.predictor import Predictor, slowest_of
 from medha.cost.roofline import Shard, hopper_chunks, layout_name, shape_name, stage_coefficients
 from medha.engine.decode import DecodeInstance, HandOvers
-from medha.engine.distributed import DrivingRunner, Follower
+from medha.engine.distributed import IS_EVERYWHERE, DrivingRunner, Follower
 from medha.engine.engine import Engine
 from medha.engine.request import ModelLimits
-from medha.errors import ConfigError, EngineDeadError, ParallelConfigError, TokenizerError, is_interrupt
+from medha.errors import ConfigError, ParallelConfigError, TokenizerError
 from medha.models.folder import resolve_model
 from medha.models.hf_config import load_generation_config, model_config_of
 from medha.outputs import RequestOutput
+from medha.parallel import mesh
 from medha.parallel.control import ControlSender
 from medha.parallel.health import failures_named, give_up
 from medha.parallel.launch import Launch, cpu_name, read_launch
-from medha.parallel.mesh import (
-    Job,
-    Ranks,
-    check_layout,
-    check_nodes,
-    check_same_everywhere,
-    init_ranks,
-    meet,
-    over_ranks,
-    wait_for_all,
-)
 from medha.parallel.shared_memory import Lines, share_lines
 from medha.records import Tracer
 from medha.sched.cdsp import Planner
 from medha.sched.policy import load_policy
 from medha.sched.scheduler import Scheduler, complete_config
 from medha.text import Tokenizer, load_tokenizer
+from medha.worker import shard
 from medha.worker.graphs import CudaGraphs, graph_sizes
 from medha.worker.runner import Runner
-from medha.worker.shard import (
-    ModelShard,
-    build_runner,
-    checkpoint_facts,
-    choose_backend,
-    load_model,
-    make_links,
-    own_device,
-    pick_device,
-    torch_dtype,
-)
 from medha.worker.sizing import bytes_beside_kv, is_measured, num_kv_blocks, num_swap_blocks
 from medha.worker.transfer import TransferLine
 
@@ -75,7 +55,6 @@ logger = logging.getLogger("medha")
 
 _HOPPER = 9  # the compute capability of GPUs with FA3
 _LOAD_LIMIT_S = 3600.0
-_IS_EVERYWHERE = "_is_everywhere"  # attribute of an error that all ranks raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +71,11 @@ class RankHandle(AbstractContextManager["RankHandle"]):
     def call(self, name: str, run: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
         """Make a call that every rank makes: it runs where the engine is, the others take part and return nothing. What
         it raises all of them raise, unless the engine has ended."""
-        try:
-            return run() if self.part is None else self.part.call(name, run)
-        except BaseException as error:
-            if not isinstance(error, EngineDeadError) and not is_interrupt(error):
-                vars(error)[_IS_EVERYWHERE] = True
-            raise
+        return run() if self.part is None else self.part.call(name, run)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Leave the job; where an error ends this rank alone tell the others, which may be anywhere, without a wait."""
-        if self.part is None or error is None or isinstance(error, SystemExit) or _IS_EVERYWHERE in vars(error):
+        if self.part is None or error is None or isinstance(error, SystemExit) or IS_EVERYWHERE in vars(error):
             self.close()
         else:
             give_up(self.part.ranks.monitor, error)
@@ -136,7 +110,7 @@ def build_role(config: EngineConfig, *, timeline: Tracer | None = None) -> RankH
             raise ParallelConfigError(f"{what}; start it as: {start}")
         with torch.device("cpu"):  # whatever a program has made torch's default
             return _build(config, None, timeline)
-    job = meet(config.parallel, launch)
+    job = mesh.meet(config.parallel, launch)
     with torch.device("cpu"), failures_named(job.monitor, activity="start"):
         role = _build(config, job, timeline)
     job.monitor.describe = role.describe
@@ -144,67 +118,63 @@ def build_role(config: EngineConfig, *, timeline: Tracer | None = None) -> RankH
     return role
 
 
-def _build(config: EngineConfig, job: Job | None, timeline: Tracer | None) -> RankHandle:
+def _build(config: EngineConfig, job: mesh.Job | None, timeline: Tracer | None) -> RankHandle:
     """:func:`build_role` where the ranks, if there are several, have met."""
-    has_weights = config.load_format != "dummy"
-    folder = resolve_model(config.model, revision=config.revision, with_weights=has_weights)  # fetched once a node
+    # fetched once a node
+    folder = resolve_model(config.model, revision=config.revision, with_weights=config.load_format != "dummy")
     model_config = model_config_of(config, folder)
     launch = None if job is None else job.launch
-    check_layout(config.parallel, model_config, 1 if launch is None else launch.world_size)
+    mesh.check_layout(config.parallel, model_config, 1 if launch is None else launch.world_size)
     limits, tokenizer = _load_text_side(config, folder, model_config)
-    device = own_device(pick_device(config.device), launch)
+    device = shard.own_device(shard.pick_device(config.device), launch)
     config = _with_async(config, device, launch)
-    dtype = torch_dtype(config, model_config)
+    dtype = shard.torch_dtype(config, model_config)
     ranks = None
     if job is not None:
-        check_nodes(job)
+        mesh.check_nodes(job)
         sections = config, config.cache, config.parallel, config.scheduler
         named = ((f.name, getattr(section, f.name)) for section in sections for f in dataclasses.fields(section))
         parts = {name: value for name, value in named if value not in sections}
-        parts |= {"config.json": model_config, "checkpoint": checkpoint_facts(config, folder)}
-        check_same_everywhere(job, parts)
-        ranks = init_ranks(job, device)
-    shard = ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0, dtype, device)
+        parts |= {"config.json": model_config, "checkpoint": shard.checkpoint_facts(config, folder)}
+        mesh.check_same_everywhere(job, parts)
+        ranks = mesh.init_ranks(job, device)
+    own = shard.ModelShard.at(model_config, config.parallel, ranks.rank if ranks else 0, dtype, device)
     decodes = ranks is not None and ranks.group >= config.parallel.kvp
     if config.scheduler.scheduler == CDSP and not decodes:  # a chunk may be a whole prompt on one group
         most = min(max(config.scheduler.max_batch_tokens, limits.max_model_len), 1 << 24)
         config = _scheduling(config, max_batch_tokens=most)
-    pools = _num_blocks(ranks, decodes, num_kv_blocks(config, shard, limits.max_model_len))
-    num_host_blocks = num_swap_blocks(config, shard)
-    num_host_blocks = num_host_blocks if ranks is None else over_ranks(ranks, num_host_blocks, ReduceOp.MIN)
+    pools = _num_blocks(ranks, decodes, num_kv_blocks(config, own, limits.max_model_len))
+    num_host_blocks = _over_ranks(ranks, num_swap_blocks(config, own), ReduceOp.MIN)
     _check_pools(config, pools[False], num_host_blocks)
-    block_size = config.cache.block_size
-    wanted = config.attention_backend
-    backend, why = choose_backend(wanted, shard.layer_shape, device, block_size=block_size, ranks=ranks)
+    wanted, block_size = config.attention_backend, config.cache.block_size
+    backend, why = shard.choose_backend(wanted, own.layer_shape, device, block_size=block_size, ranks=ranks)
     if wanted != "torch" and backend.name == "torch":
         level = logging.INFO if wanted == "auto" else logging.WARNING
         logger.log(level, "attention_backend=%r: %s; torch serves", wanted, why)
     coefficients = load_coefficients(config, model_config, backend=backend.name, dtype=dtype, device=device)
-    model = load_model(config, shard, ranks, folder, backend)
+    model = shard.load_model(config, own, ranks, folder, backend)
     links, lines = dict[str, Any](), dict[int, Lines]()
     if job is not None and ranks is not None:
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
-        wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
-        links, lines = make_links(ranks, shard), share_lines(ranks, device)
+        mesh.wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
+        links, lines = shard.make_links(ranks, own), share_lines(ranks, device)
     if is_measured(config, device):
-        beside = bytes_beside_kv(config, shard, model, backend)
-        pools = _num_blocks(ranks, decodes, num_kv_blocks(config, shard, limits.max_model_len, beside=beside))
+        beside = bytes_beside_kv(config, own, model, backend)
+        pools = _num_blocks(ranks, decodes, num_kv_blocks(config, own, limits.max_model_len, beside=beside))
         num_blocks, gib = pools[decodes], beside / 2**30
         logger.info("KV pool of %d blocks; steps and CUDA graphs take %.2f GiB beside it", num_blocks, gib)
         _check_pools(config, pools[False], num_host_blocks)
     sizes = {"num_blocks": pools[decodes], "num_swap_blocks": num_host_blocks}
-    runner = build_runner(config, shard, model, backend, **sizes, **links)
+    runner = shard.build_runner(config, own, model, backend, **sizes, **links)
     if job is not None:
         job.monitor.waits_for = lambda: runner.recorder.waits_for
     config = _with_swap(config, runner, ranks)
     if runner.cache.has_scratch:
-        runner.capture(CudaGraphs(device, is_alone=shard.tp == 1), *graph_sizes(config.scheduler))
+        runner.capture(CudaGraphs(device, is_alone=own.tp == 1), *graph_sizes(config.scheduler))
     has_instances = config.parallel.decode_replicas > 0
     lanes = has_instances or config.scheduler.scheduler == CDSP  # prefills and decodes are in different groups
-    if lanes and not has_instances:
-        limits = dataclasses.replace(limits, most_new_tokens=1)
     ahead = lanes or config.scheduler.async_scheduling is not False
-    transfers = TransferLine(ranks, runner, shard) if ranks is not None and has_instances else None
+    transfers = TransferLine(ranks, runner, own) if ranks is not None and has_instances else None
     ends: dict[str, Any] = {"ahead": ahead, "transfers": transfers, "lines": lines}
     if ranks is not None and ranks.rank != 0:
         follower = Follower(runner, ranks, decodes=decodes or not lanes, depth=config.scheduler.num_in_flight, **ends)
@@ -221,11 +191,10 @@ def _build(config: EngineConfig, job: Job | None, timeline: Tracer | None) -> Ra
             coefficients = load_coefficients(alone, model_config, backend=backend.name, dtype=dtype, device=device)
         for group in range(config.parallel.kvp, config.parallel.num_groups):
             instances.append(DecodeInstance(group, _build_scheduler(alone, coefficients, longest, pools[True])))
-    reasons = "; ".join(filter(None, (why, backend.describe(shard.layer_shape))))
+    reasons = "; ".join(filter(None, (why, backend.describe(own.layer_shape))))
     attention = backend.name if device.type == "cpu" else f"{backend.name} ({reasons})"
     place = f"{str(dtype).removeprefix('torch.')} on {device}"
-    architecture, num_layers = model_config.architecture, model_config.num_layers
-    logger.info("%s, %d layers, %s, attention %s", architecture, num_layers, place, attention)
+    logger.info("%s, %d layers, %s, attention %s", model_config.architecture, model_config.num_layers, place, attention)
     _log_start(config, limits, scheduler)
     texts: dict[str, Any] = {"tokenizer": tokenizer, "timeline": timeline}
     if ranks is None:
@@ -242,12 +211,14 @@ def _build(config: EngineConfig, job: Job | None, timeline: Tracer | None) -> Ra
     return RankHandle(limits, tokenizer, runner, engine.describe, engine, driven)
 
 
-def _num_blocks(ranks: Ranks | None, decodes: bool, num_blocks: int) -> list[int]:
+def _num_blocks(ranks: mesh.Ranks | None, decodes: bool, num_blocks: int) -> list[int]:
     """KV blocks of each pool, by whether its rank is of a decode instance: as many as all ranks of that kind have room
     for, this one for ``num_blocks``; every rank calls it."""
-    if ranks is None:
-        return [num_blocks, num_blocks]
-    return [over_ranks(ranks, num_blocks if decodes == kind else 2**62, ReduceOp.MIN) for kind in (False, True)]
+    return [_over_ranks(ranks, num_blocks if decodes == kind else 2**62, ReduceOp.MIN) for kind in (False, True)]
+
+
+def _over_ranks(ranks: mesh.Ranks | None, number: int, which: ReduceOp.RedOpType) -> int:
+    return number if ranks is None else mesh.over_ranks(ranks, number, which)
 
 
 def _check_pools(config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
@@ -318,16 +289,15 @@ def _with_async(config: EngineConfig, device: torch.device, launch: Launch | Non
     return _scheduling(config, async_scheduling=is_async)
 
 
-def _with_swap(config: EngineConfig, runner: Runner, ranks: Ranks | None) -> EngineConfig:
+def _with_swap(config: EngineConfig, runner: Runner, ranks: mesh.Ranks | None) -> EngineConfig:
     """The configuration with what the scheduler is to know of host memory; every rank calls it.
 
     The seconds of a move are measured now and fixed for the run, so that decisions replay: those of the slowest rank.
     """
     if runner.host is None:
         return _scheduling(config, num_swap_blocks=0, swap_block_s=0.0)
-    num_blocks, block_s = runner.host.num_blocks, runner.host.measure_block_s()
-    if ranks is not None:
-        block_s = over_ranks(ranks, round(block_s * 1e9), ReduceOp.MAX) / 1e9
+    num_blocks = runner.host.num_blocks
+    block_s = _over_ranks(ranks, round(runner.host.measure_block_s() * 1e9), ReduceOp.MAX) / 1e9
     logger.info("host memory for %d KV blocks of each group; one moves in %.3g ms", num_blocks, 1e3 * block_s)
     return _scheduling(config, num_swap_blocks=num_blocks, swap_block_s=block_s)
 
@@ -382,4 +352,5 @@ def _load_text_side(config: EngineConfig, folder: Path, model: ModelConfig) -> t
     if wanted is not None and wanted > most:
         what = f"max_model_len={wanted} exceeds the model's {most} positions"
         raise ConfigError(f"{what}; accepted: at most that, or rope_scaling='yarn' to stretch it")
-    return ModelLimits(model.vocab_size, wanted or most, eos, sampling, config.seed), tokenizer
+    decodes = config.scheduler.scheduler != CDSP or config.parallel.decode_replicas > 0
+    return ModelLimits(model.vocab_size, wanted or most, eos, sampling, config.seed, None if decodes else 1), tokenizer

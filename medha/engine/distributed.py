@@ -53,6 +53,7 @@ from medha.worker.step_input import StepInput
 from medha.worker.transfer import TransferLine
 
 logger = logging.getLogger("medha")
+IS_EVERYWHERE = "_is_everywhere"  # attribute of an error that all ranks raise
 
 
 @dataclass(eq=False, repr=False)
@@ -196,7 +197,7 @@ class DrivingRunner:
         what = self.runner.recorder.waits_for
         return what if self._awaits or what != "control" else None
 
-    def _opened(self, part: Batch, group: int) -> list[dict[str, Any]]:
+    def _opened(self, part: Batch, group: int) -> list[list[Any]]:
         """What a group's sampling rank is to know of the requests that it samples for the first time, or again after
         another has."""
         opened = []
@@ -246,6 +247,7 @@ class DrivingRunner:
         except BaseException as error:
             if not isinstance(error, EngineDeadError) and not is_interrupt(error):
                 self._say(Message("end", {"error": error_to_json(error)}))
+                vars(error)[IS_EVERYWHERE] = True
             else:  # the others may be gone, or anywhere, and hear of it from the monitor
                 give_up(self.ranks.monitor, error)
             raise
@@ -345,9 +347,7 @@ class Follower:
         for slot in message.fields.get("close", ()):
             self.runner.close(slot)
         part = batch.part_of(self.ranks.group)
-        for fields in message.fields.get("open", ()):
-            slot, sampling = decode_sampling(fields)
-            self.runner.sampling[slot] = sampling
+        self.runner.sampling.update(map(decode_sampling, message.fields.get("open", ())))
         if self.runner.pipe is not None and part.rows:
             self.runner.pipe.post(part)
         if self.ranks.stage == 0:
@@ -361,8 +361,10 @@ class Follower:
             EngineDeadError: rank 0 called something else, of which every rank hears, or a rank has failed.
         """
         self._follow_to(name, "call")
-        if (error := self._follow_to(name, "end").fields["error"]) is not None:
-            raise error_from_json(error)
+        if (told := self._follow_to(name, "end").fields["error"]) is not None:
+            error = error_from_json(told)
+            vars(error)[IS_EVERYWHERE] = True
+            raise error
         return []
 
     def stop(self) -> None:

@@ -6,10 +6,10 @@ A line is the two ends of what goes between the same ranks under one tag of the 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -36,22 +36,19 @@ _TOKENS_IN_FLIGHT = 256
 _REPORTS_TAG, _RECORDS_TAG, _TOKENS_TAG = 0, 1, 2  # 3 is medha.parallel.spp's, 4 medha.worker.transfer's
 
 
-def encode_sampling(slot: int, sampling: SlotSampling) -> dict[str, Any]:
-    """A request's sampling state as JSON has it: tokens of prompt and output are there only where a penalty counts
-    them."""
-    fields = {name: getattr(sampling, name) for name in ("seed", "end_ids", "num_prompt_tokens", "output_ids")}
-    fields["params"] = {f.name: getattr(sampling.params, f.name) for f in dataclasses.fields(SamplingParams)}
-    fields["prompt_ids"] = None if sampling.prompt_ids is None else sampling.prompt_ids.tolist()
-    return {"slot": slot, **fields}
+def encode_sampling(slot: int, its: SlotSampling) -> list[Any]:
+    """A slot and its request's sampling state as JSON has them: tokens of prompt and output are there only where a
+    penalty counts them."""
+    prompt_ids = None if its.prompt_ids is None else its.prompt_ids.tolist()
+    return [slot, asdict(its.params), its.seed, its.end_ids, its.num_prompt_tokens, prompt_ids, its.output_ids]
 
 
-def decode_sampling(fields: Mapping[str, Any]) -> tuple[int, SlotSampling]:
+def decode_sampling(told: Sequence[Any]) -> tuple[int, SlotSampling]:
     """The inverse of :func:`encode_sampling`."""
-    ids = fields["prompt_ids"]
-    prompt = None if ids is None else torch.tensor(ids, dtype=torch.int32, device="cpu")
-    params, end_ids = SamplingParams(**fields["params"]), tuple(fields["end_ids"])
-    state = SlotSampling(params, fields["seed"], end_ids, fields["num_prompt_tokens"], prompt, fields["output_ids"])
-    return fields["slot"], state
+    slot, params, seed, end_ids, num_prompt_tokens, ids, output_ids = told
+    prompt_ids = None if ids is None else torch.tensor(ids, dtype=torch.int32, device="cpu")
+    params = SamplingParams(**params)
+    return slot, SlotSampling(params, seed, tuple(end_ids), num_prompt_tokens, prompt_ids, output_ids)
 
 
 def report_size(rows: Sequence[Row], slots: Sequence[SlotSampling]) -> int:
@@ -99,8 +96,7 @@ def error_from_json(item: Mapping[str, Any]) -> Exception:
     if not (isinstance(kind, type) and issubclass(kind, errors.MedhaError)):
         return errors.RequestError(f"{item['class']}: {item['message']}")
     error = kind(item["message"])
-    for name, value in item["where"].items():
-        setattr(error, name, value)
+    vars(error).update(item["where"])
     return error
 
 
@@ -113,6 +109,7 @@ class ReportLine:
         self._runner = runner
         self._lines = lines  # for short reports, by the other rank
         self._sends = Sends(ranks.report_group, _REPORTS_TAG, _REPORTS_IN_FLIGHT)
+        self.drain = self._sends.drain  # waits for every send
 
     def post(self, batch: Batch, group: int) -> Callable[[], StepResult]:
         """Post the receive of one group's report of its part of a batch, on rank 0; returns what waits for it."""
@@ -152,10 +149,6 @@ class ReportLine:
         size = post_receive(torch.empty(1, dtype=torch.int64, device="cpu"), rank, group, _RECORDS_TAG)()
         data = post_receive(torch.empty(int(size), dtype=torch.uint8, device="cpu"), rank, group, _RECORDS_TAG)()
         return decode_records(data.numpy().tobytes())
-
-    def drain(self) -> None:
-        """Wait for every send."""
-        self._sends.drain()
 
 
 class TokenLine:

@@ -20,6 +20,7 @@ from medha.engine.build import _with_async, build_role
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
+from medha.parallel import mesh
 from medha.parallel.launch import Launch
 from medha.text import Tokenizer
 from medha.worker.shard import ModelShard, own_device, pick_device, wants_graphs
@@ -40,7 +41,7 @@ def test_a_rank_that_is_built_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch)
     done: list[str] = []
     job, role = SimpleNamespace(monitor=SimpleNamespace(doing=done.append)), SimpleNamespace(describe=None)
     monkeypatch.setattr(medha.engine.build, "read_launch", lambda: object())
-    monkeypatch.setattr(medha.engine.build, "meet", lambda *given: job)
+    monkeypatch.setattr(mesh, "meet", lambda *given: job)
     monkeypatch.setattr(medha.engine.build, "_build", lambda *given: done.append("built") or role)
     build_role(EngineConfig.from_flat("x", spp=2))
     assert done == ["start", "built", "idle"]
