@@ -16,14 +16,7 @@ import numpy.typing as npt
 from medha.engine.prefix import PrefixIds
 from medha.engine.request import ModelLimits, Request
 from medha.engine.threads import PIECE_TOKENS, pieces
-from medha.errors import (
-    ChatTemplateError,
-    ContextLengthError,
-    KVCapacityError,
-    TokenizerError,
-    ValidationError,
-    not_accepted,
-)
+from medha.errors import ContextLengthError, KVCapacityError, ModelLoadError, ValidationError, not_accepted
 from medha.params import SLO, SamplingParams, check_priority, prompt_form, wrong_prompt
 from medha.sched.memory import KVMemory
 from medha.text import Tokenizer
@@ -63,8 +56,7 @@ def prepare_request(
         raise ValidationError("request_id is empty; accepted: a string", param="request_id", value=request_id)
     params = limits.default_params if params is None else params
     check_type("sampling_params", params, SamplingParams)
-    if slo is not None:
-        check_type("slo", slo, SLO)
+    check_type("slo", slo, SLO, or_none=True)
     check_priority(priority)
     check_type("tenant", tenant, str)
     if len(tenant) > 200:
@@ -78,9 +70,9 @@ def prepare_request(
         raise _no_tokenizer("stop", params.stop, "stop_token_ids")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         checked_ids(list(getattr(params, name) or ()), name, limits.vocab_size)
-    end_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else limits.eos_token_ids)}
-    least = params.min_tokens
-    if least and end_ids.issuperset(params.allowed_token_ids or range(limits.vocab_size)):
+    eos_ids, least = frozenset(() if params.ignore_eos else limits.eos_token_ids), params.min_tokens
+    allowed_ids = params.allowed_token_ids or range(limits.vocab_size)
+    if least and eos_ids.union(params.stop_token_ids or ()).issuperset(allowed_ids):
         message = f"min_tokens={least} leaves nothing to draw; accepted: 0, or fewer stop_token_ids"
         raise ValidationError(message, param="min_tokens", value=least)
     if limits.most_new_tokens is not None and params.max_tokens != limits.most_new_tokens:
@@ -88,14 +80,13 @@ def prepare_request(
         message = f"{what}; accepted: {limits.most_new_tokens}"
         raise ValidationError(message, param="max_tokens", value=params.max_tokens)
     params = _capped(params, len(ids), limits.max_model_len, decode_kv or kv)
-    request = Request(request_id, text, ids, params, slo=slo, priority=priority, tenant=tenant)
+    request = Request(request_id, text, ids, params, eos_ids, slo=slo, priority=priority, tenant=tenant)
     _check_pool(len(ids), request.max_tokens if decode_kv is None else 1, kv)
     if decode_kv is not None and request.max_tokens > 1:
         _check_pool(len(ids), request.max_tokens, decode_kv, " on a decode instance")
     if prefix is not None:
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        if salt is not None:
-            check_type("cache_salt", salt, str)
+        check_type("cache_salt", salt, str, or_none=True)
         request.prefix = prefix.of(ids, tenant, salt or "")
     if len(ids) > PIECE_TOKENS:
         len(request.prompt_token_ids)  # it is made now, not when the first output is
@@ -122,7 +113,7 @@ def tokenise(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tu
                 text, ids = tokenizer.encode_chat(value, **options)
             else:
                 text, ids = value, tokenizer.encode_array(value, add_special_tokens=special is not False)
-        except (ChatTemplateError, TokenizerError) as error:
+        except ModelLoadError as error:  # the tokenizer's, or its chat template's
             raise ValidationError(str(error), param=form, value=value) from error
         if (most := int(ids.max(initial=0))) >= vocab_size:
             what = f"{form} holds {tokenizer.backend.id_to_token(most)!r}, token {most} of the tokenizer"
@@ -182,9 +173,9 @@ def _check_pool(num_prompt_tokens: int, max_tokens: int, kv: KVMemory, where: st
     raise KVCapacityError(f"{what}; accepted: {accepted}", param=param, value=value)
 
 
-def check_type(name: str, value: Any, kind: type) -> None:
-    """Raise ValidationError unless ``value`` is of a type."""
-    if not isinstance(value, kind):
+def check_type(name: str, value: Any, kind: type, *, or_none: bool = False) -> None:
+    """Raise ValidationError unless ``value`` is of a type, or None where that may be."""
+    if not (isinstance(value, kind) or (or_none and value is None)):
         raise not_accepted(name, value, kind.__name__)
 
 

@@ -80,6 +80,7 @@ class Engine:
         self._free_slots: list[int] = []
         self._num_added = 0
         self._in_flight = InFlight(news)
+        self.wake = self._in_flight.wake  # lets a step that waits for one of several lanes return; for another thread
         self._unreturned: list[RequestOutput] = []  # outputs that the next step returns
         self.leaving = deque[str]()  # ids of requests that are to end where no method runs
         self._dead: EngineDeadError | None = None
@@ -216,7 +217,7 @@ class Engine:
         is_relegated = False
         for index in range(params.n):
             slot = self._free_slots[-1] if self._free_slots else len(self.by_slot)
-            one = Completion(request, index, slot, arrival_s, self.limits, self.tokenizer)
+            one = Completion(request, index, slot, arrival_s, self.tokenizer)
             sampling = SlotSampling.of(params, seed + index, tuple(sorted(one.end_ids)), request.prompt_ids)
             head = replace(request.asked(slot, arrival_s), is_relegated=is_relegated)
             if self.hand_overs.instances:
@@ -226,8 +227,7 @@ class Engine:
             one.admitted(its)
             completions.append(one)
             self.by_slot[slot] = one
-            if self._free_slots:
-                self._free_slots.pop()
+            del self._free_slots[-1:]
             for observer in self.observers:
                 observer.added(head, judged_s, its, one.name)
             judged_s, is_relegated = None, its.is_relegated  # the first is judged for all: none is refused behind it
@@ -282,10 +282,6 @@ class Engine:
                     pass
 
     # -- the loop ------------------------------------------------------------------------------------------------
-
-    def wake(self) -> None:
-        """Let a step that waits for one of several lanes return, as there is something to do; for another thread."""
-        self._in_flight.wake()
 
     def step(self, wait_s: float | None = None) -> list[RequestOutput]:
         """Fill the pipeline, complete its oldest batch, and return the outputs that changed.
@@ -384,7 +380,6 @@ class Engine:
             self.on_step(batch, prediction, busy_s)
         results: list[tuple[int, int, bool]] = []
         took: list[Completion] = []
-        told: list[Request] = []
         by_slot, hands_over = self.by_slot, bool(self.hand_overs.instances) and is_first
         for row, sampled in zip(result.rows, result.sampled, strict=True):
             one = by_slot[slot := row[0]]
@@ -392,8 +387,6 @@ class Engine:
                 ends = one.take(sampled, now)
                 results.append((slot, 0 if hands_over and not ends else 1, ends))
                 took.append(one)
-                if ends or one.request.reports_progress:
-                    told.append(one.request)
                 if one.error is not None:  # what it computed, or shared, may be as bad as its logits
                     self.reset_prefix_cache()
                 elif ends or not len(one.token_ids) % _EXTEND_EVERY:
@@ -406,10 +399,10 @@ class Engine:
             observer.completed(batch, now, results, busy_s, closed)
         for one in took:
             self._keep_explanation(one)
-        for request in dict.fromkeys(told):  # of several completions once
+        for request in dict.fromkeys(one.request for one in took):  # of several completions once
             if not request.num_running:
                 self._retire(request)
-            elif request.reports_progress:
+            elif request.params.output_kind != "final_only":
                 request.emit()
         self._release(closed)
 

@@ -54,6 +54,7 @@ class Request:
     prompt: str | None  # its text, that of messages as the chat template wrote it; None where ids were given
     prompt_ids: npt.NDArray[np.int32]  # its tokens, a copy of our own; the runner reads this array, without a copy
     params: SamplingParams  # every field has a value, and max_tokens fits the room after the prompt
+    eos_ids: frozenset[int]  # that end a sequence, unless they are to be ignored
     slo: SLO | None = None
     priority: str = "normal"
     tenant: str = ""
@@ -63,11 +64,6 @@ class Request:
     def __post_init__(self) -> None:
         self.num_running = self.params.n  # completions that have not ended
         self.sink: Sink  # takes its outputs, once it is queued
-
-    @property
-    def reports_progress(self) -> bool:
-        """Whether it hands out more than its last output."""
-        return self.params.output_kind != "final_only"
 
     @property
     def max_tokens(self) -> int:
@@ -135,13 +131,11 @@ class Completion:
     index: int
     slot: int  # its handle in scheduler and runner
     arrival_s: InitVar[float]
-    limits: InitVar[ModelLimits]
     tokenizer: Tokenizer | None
 
-    def __post_init__(self, arrival_s: float, limits: ModelLimits) -> None:
+    def __post_init__(self, arrival_s: float) -> None:
         request, params, slo = self.request, self.request.params, self.request.slo or SLO()
-        self._eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
-        self.end_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
+        self.end_ids = request.eos_ids.union(params.stop_token_ids or ())
         self.metrics = RequestMetrics(arrival_s, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
         self.metrics.num_prompt_tokens = len(request.prompt_ids)
         self.token_ids: list[int] = []
@@ -154,15 +148,15 @@ class Completion:
         if self.tokenizer is not None and params.detokenize:
             last, skips = int(request.prompt_ids[-1]), params.skip_special_tokens
             self._detokenizer = Detokenizer(self.tokenizer, after=last, skip_special_tokens=skips)
+        self._has_stops, self._has_logprobs = bool(params.stop), params.logprobs is not None
         # else it is decoded at the end
-        self._streams_text = self._detokenizer is not None and bool(request.reports_progress or params.stop)
+        self._streams_text = self._detokenizer is not None and (self._has_stops or params.output_kind != "final_only")
         self._hides_end = False  # its last token is not part of the text
         self._stops = StopChecker(params.stop or (), include_stop_str_in_output=params.include_stop_str_in_output)
-        self._has_stops, self._has_logprobs = bool(params.stop), params.logprobs is not None
-        self._pieces: list[str] = []  # of the text, one or more a token
+        self._pieces: list[str] = []  # of the text, of deltas what is not out yet
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative_logprob = 0.0
-        self._reported: tuple[int, int, bool] = (0, 0, False)  # tokens, pieces, the end
+        self._reported: tuple[int, bool] = (0, False)  # tokens, the end
         # whose ids were made, and the last of these
         self._num_units, self._last_id = len(request.prefix) // ID_BYTES, request.prefix[-ID_BYTES:]
 
@@ -184,8 +178,8 @@ class Completion:
 
     @property
     def has_news(self) -> bool:
-        """Whether :meth:`output` has something that it did not have when it was last called."""
-        return self._reported != (len(self.token_ids), len(self._pieces), self.finish_reason is not None)
+        """Whether a delta has something."""
+        return bool(self._pieces) or self._reported != (len(self.token_ids), self.finish_reason is not None)
 
     def admitted(self, its: Admitted) -> None:
         """Note what the scheduler has made of it."""
@@ -237,7 +231,7 @@ class Completion:
             assert self._detokenizer is not None, "text is streamed where there is any"
             self._add_text(self._detokenizer.push(token))
         if ends or self._stops.matched is not None:
-            self._stop_reason = self._stops.matched or (None if token in self._eos_ids else token)
+            self._stop_reason = self._stops.matched or (None if token in self.request.eos_ids else token)
             self.finish("stop", now_s)
         elif len(ids) >= self.request.max_tokens:
             self.finish("length", now_s)
@@ -273,14 +267,10 @@ class Completion:
 
     def output(self, *, is_delta: bool) -> CompletionOutput:
         """It as it is now, or what the last call did not return."""
-        first, first_piece, _ = self._reported if is_delta else (0, 0, False)
-        ids, texts, reason, num_pieces = self.token_ids, self._pieces, self.finish_reason, len(self._pieces)
-        self._reported = len(ids), num_pieces, reason is not None
-        text = None
-        if self._detokenizer is not None:
-            text = texts[first_piece] if num_pieces == first_piece + 1 else "".join(texts[first_piece:])
-            if not is_delta:  # the next one need not join them again
-                self._pieces, self._reported = [text], (len(ids), 1, reason is not None)
+        ids, first, reason = self.token_ids, self._reported[0] if is_delta else 0, self.finish_reason
+        self._reported = len(ids), reason is not None
+        text = None if self._detokenizer is None else "".join(self._pieces)
+        self._pieces = [] if is_delta or text is None else [text]  # which the next one need not join again
         logprobs, total = (self._logprobs, self._cumulative_logprob) if self._has_logprobs else (None, None)
         self._logprobs = [] if is_delta else self._logprobs.copy()
         return CompletionOutput(self.index, text, ids[first:], reason, self._stop_reason, logprobs, total)
