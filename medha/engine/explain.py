@@ -59,7 +59,6 @@ class _Account:
 class _Sent(NamedTuple):
     """A batch in flight: when it was scheduled, predicted seconds of its rows, and who was refused."""
 
-    batch: Batch
     start_s: float
     decodes_s: Floats  # by group
     chunks: list[tuple[Row, float]]
@@ -142,14 +141,13 @@ class Explainer(Observer):
             self._accounts[row.slot].sample(now_s, slack_s)
         refused = {*decision.refused} - {row.slot for row, _ in chunks}
         without = frozenset(self._accounts[slot] for slot in refused)
-        self._in_flight.append(_Sent(batch, now_s, decodes_s, chunks, without))
+        self._in_flight.append(_Sent(now_s, decodes_s, chunks, without))
 
     def completed(self, batch: Batch, now_s: float, results: object, busy_s: float, closed: Sequence[int] = ()) -> None:
         """A batch is done in every stage."""
         if not self._sees(batch):
             return
         sent = self._in_flight.popleft()
-        assert sent.batch.batch_id == batch.batch_id, "batches complete in the order in which they were scheduled"
         if sent.start_s > self._time_s:
             self._spend(sent.start_s, self._idle)
         start_s, length_s = self._time_s, max(now_s - self._time_s, 0.0)
@@ -209,29 +207,20 @@ class Explainer(Observer):
     def of(self, slot: int) -> Explanation:
         """Where the time of the request that has a slot, or had it last, went; KeyError if none has had it."""
         account, spent = self._accounts[slot], self._spent[slot]
-        decodes_s, chunks_s = spent[_DECODES:].reshape(2, -1)
+        by_group = spent[_DECODES:].reshape(2, -1)  # of decodes, and of chunks
         # where it has begun nowhere: the busiest
-        group = int((decodes_s + chunks_s).argmax()) if account.group is None else account.group
+        group = int(by_group.sum(axis=0).argmax()) if account.group is None else account.group
         end_s = self._time_s if account.end_s is None else account.end_s
         total_s = max(end_s - account.request.arrival_s, 0.0)
-        parts = {
-            "own_s": account.own_s,
-            "decodes_s": float(decodes_s[group]),
-            "others_s": max(float(chunks_s[group]) - account.own_s, 0.0),
-            "memory_s": float(spent[_MEMORY]),
-            "idle_s": float(spent[_IDLE]),
-        }
+        own_s, (decodes_s, chunks_s) = account.own_s, by_group[:, group].tolist()
+        idle_s, memory_s = float(spent[_IDLE]), float(spent[_MEMORY])
+        others_s = max(chunks_s - own_s, 0.0)
+        pipeline_s = max(total_s - (own_s + decodes_s + others_s + memory_s + idle_s), 0.0)
         # of its slack a few: the first, the last, and at even numbers of chunks between them
         samples = (*account.slack[:-1][:: len(account.slack) // _MAX_SAMPLES + 1], *account.slack[-1:])
-        return Explanation(
-            request_id=account.name,
-            has_first_token=account.has_first_token,
-            total_s=total_s,
-            pipeline_s=max(total_s - sum(parts.values()), 0.0),
-            others=self._others(account, group, end_s),
-            slack_s=samples,
-            **parts,
-        )
+        others = self._others(account, group, end_s)
+        head = account.name, account.has_first_token, total_s
+        return Explanation(*head, own_s, decodes_s, others_s, others, memory_s, pipeline_s, idle_s, samples)
 
     def _others(self, account: _Account, group: int, end_s: float) -> tuple[tuple[str, float], ...]:
         """(name, seconds) of the other requests that took most of a group until ``end_s``."""
@@ -260,7 +249,7 @@ def explained(explainers: Sequence[Explainer], slot: int) -> Explanation:
 def _row_seconds(batch: Batch, predictor: Predictor, num_groups: int) -> tuple[Floats, list[tuple[Row, float]]]:
     """What the decodes of each group, and each chunk, would take alone."""
     num_decodes = batch.num_decodes
-    chunks = [(row, _seconds_alone(predictor, _work(row))) for row in batch.rows[num_decodes:]]
+    chunks = [(row, _seconds_alone(predictor, _work(row))) for row in batch.chunks]
     if num_groups == 1 and not chunks:
         return np.array([float(num_decodes)]), chunks  # one kind on one group: any number is the proportion
     decodes: list[list[Work]] = [[] for _ in range(num_groups)]
