@@ -5,6 +5,7 @@ Prompts are prepared in threads (:mod:`medha.engine.threads`) while the engine s
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections import deque
@@ -87,6 +88,9 @@ def drive(
     pending: dict[Future[Request], Arrival] = {}  # being prepared
     prepared: queue.SimpleQueue[Future[Request]] = queue.SimpleQueue()
 
+    def ahead_s() -> float:  # until the next one arrives
+        return upcoming[0].arrival_s - (engine.now() - start) if upcoming else math.inf
+
     def is_full() -> bool:
         return most is not None and len(pending) + engine.num_unfinished >= most
 
@@ -101,9 +105,7 @@ def drive(
                 engine.abort_all()
                 yield from unserved()
             num_begun = 0
-            while upcoming and num_begun < _MOST_BEGUN:
-                if upcoming[0].arrival_s > engine.now() - start or is_full():
-                    break
+            while num_begun < _MOST_BEGUN and ahead_s() <= 0.0 and not is_full():
                 num_begun += 1
                 arrival = upcoming.popleft()
                 arrival = replace(arrival, arrival_s=max(arrival.arrival_s, room_s))
@@ -111,9 +113,8 @@ def drive(
                 pending[begun] = arrival
                 begun.add_done_callback(prepared.put)
                 begun.add_done_callback(lambda _: engine.wake())
-            wait_s, was_full = _MAX_SLEEP_S, is_full()
-            if upcoming and not was_full:
-                wait_s = min(wait_s, max(upcoming[0].arrival_s - (engine.now() - start), 0.0))
+            was_full = is_full()
+            wait_s = _MAX_SLEEP_S if was_full else min(_MAX_SLEEP_S, max(ahead_s(), 0.0))
             is_idle = not engine.has_unfinished
             if is_idle and upcoming and not pending:
                 time.sleep(wait_s)
@@ -156,16 +157,13 @@ def prepare_arrival(engine: Engine, arrival: Arrival) -> Request:
     return engine.prepare(arrival.request_id, arrival.prompt, arrival.params, **objectives)
 
 
-class Joiner:
-    """Puts the outputs of requests whose ``output_kind`` is ``delta`` together again."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[str, list[RequestOutput]] = {}
+class Joiner(dict[str, list[RequestOutput]]):
+    """Puts the outputs of requests whose ``output_kind`` is ``delta`` together again: what has come of each."""
 
     def add(self, output: RequestOutput) -> RequestOutput | None:
         """Take an output; returns the whole one if it was its request's last."""
-        add_piece(self._pieces.setdefault(output.request_id, []), output)
-        return together(self._pieces.pop(output.request_id)) if output.finished else None
+        add_piece(self.setdefault(output.request_id, []), output)
+        return together(self.pop(output.request_id)) if output.finished else None
 
 
 def add_piece(pieces: list[RequestOutput], output: RequestOutput) -> None:

@@ -131,11 +131,14 @@ class OutputLines:
         with self._lock:
             whole = self._joiner.add(piece)
             if whole is not None:
-                arrival = self._unwritten[whole.request_id]
-                for file in self._files:
-                    write_line(file, whole, custom_id=arrival.custom_id)
+                self._write([whole])
                 del self._unwritten[whole.request_id]
             return whole
+
+    def _write(self, wholes: Sequence[RequestOutput]) -> None:
+        for file in self._files:  # the first in full, should the second not take it
+            for whole in wholes:
+                write_line(file, whole, custom_id=self._unwritten[whole.request_id].custom_id)
 
     def fail(self, message: str) -> None:
         """Write a line for each request that has none, with a RankFailedError and the tokens that it has got.
@@ -148,10 +151,7 @@ class OutputLines:
         ended = {output.request_id: output for output in dead.outputs}
         # the times of an unserved request do not show in its line
         last = [ended.get(name) or arrival.unserved(0.0, error=dead) for name, arrival in self._unwritten.items()]
-        wholes = [whole for output in last if (whole := self._joiner.add(output)) is not None]
-        for file in self._files:  # the first in full, should the second not take it
-            for whole in wholes:
-                write_line(file, whole, custom_id=self._unwritten[whole.request_id].custom_id)
+        self._write([whole for output in last if (whole := self._joiner.add(output)) is not None])
 
     def close(self) -> None:
         """Return when no line is being written; never after :meth:`fail`."""
@@ -171,10 +171,7 @@ def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[
     line: dict[str, Any] = {
         "id": output.request_id,
         **({} if custom_id is None else {"custom_id": custom_id}),
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
+        **_told(completion),
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_output_tokens": sum(len(one.token_ids) for one in output.outputs),
         "queue_s": metrics.queue_time,
@@ -191,9 +188,13 @@ def output_line(output: RequestOutput, *, custom_id: str | None = None) -> dict[
         line["decode_wait_s"] = explanation.decode_wait_s
     line |= _logprobs(completion)
     if len(output.outputs) > 1:
-        names = ("index", "text", "token_ids", "finish_reason", "stop_reason")
-        line["outputs"] = [{name: getattr(one, name) for name in names} | _logprobs(one) for one in output.outputs]
+        line["outputs"] = [{"index": one.index} | _told(one) | _logprobs(one) for one in output.outputs]
     return line
+
+
+def _told(completion: CompletionOutput) -> dict[str, Any]:
+    """What a line says of each completion."""
+    return {name: getattr(completion, name) for name in ("text", "token_ids", "finish_reason", "stop_reason")}
 
 
 def _logprobs(completion: CompletionOutput) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from medha.cli.command import check_apart
 from medha.cli.files import replacing
@@ -177,16 +177,17 @@ def _is_pipe(stream: TextIO | None) -> bool:
 _LOST = ("EngineDeadError", "PlanDivergenceError", "RankFailedError")  # errors of a run, not of a request
 
 
-class Earlier(NamedTuple):
+@dataclass(slots=True)
+class Earlier:
     """What an earlier run did.
 
     Attributes:
         dropped: numbers of the lines to drop: of requests that were aborted or lost with the engine, and a torn end.
     """
 
-    done: frozenset[str] = frozenset()  # ids of the requests whose lines stand
+    done: set[str] = field(default_factory=set)  # ids of the requests whose lines stand
     num_failed: int = 0  # how many of these lines hold an error, which is final: the request's own
-    dropped: frozenset[int] = frozenset()
+    dropped: set[int] = field(default_factory=set)
 
     def left(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
         """The requests that have no line yet, in time as they were, but that the first of them arrives at once."""
@@ -201,27 +202,25 @@ def read_earlier(path: Path, arrivals: Sequence[Arrival]) -> Earlier:
         ConfigError: the file cannot be read, or is not the output of these requests.
     """
     asked = {arrival.request_id for arrival in arrivals}
-    done: set[str] = set()
-    dropped = set()
-    num_failed = 0
+    earlier = Earlier()
     for number, line in _lines(path):
         fields = _fields(line)
         if not line.endswith(b"\n"):  # the last one, torn
-            dropped.add(number)
+            earlier.dropped.add(number)
         elif fields is None:
             raise _not_ours(path, number, f"{line[:40]!r} is no output line")
-        elif fields["id"] not in asked or fields["id"] in done:
-            reason = "there twice" if fields["id"] in done else "not among the requests"
+        elif fields["id"] not in asked or fields["id"] in earlier.done:
+            reason = "there twice" if fields["id"] in earlier.done else "not among the requests"
             raise _not_ours(path, number, f"id {fields['id']!r:.80} is {reason}")
         elif _was_cut_short(fields):
-            dropped.add(number)
+            earlier.dropped.add(number)
         else:
-            done.add(fields["id"])
-            num_failed += fields.get("error") is not None
-    return Earlier(frozenset(done), num_failed, frozenset(dropped))
+            earlier.done.add(fields["id"])
+            earlier.num_failed += fields.get("error") is not None
+    return earlier
 
 
-def drop_lines(path: Path, dropped: frozenset[int]) -> None:
+def drop_lines(path: Path, dropped: Set[int]) -> None:
     """Rewrite an output file without some of its lines; whoever is killed meanwhile has the file as it was."""
     if not dropped:
         return

@@ -242,5 +242,5 @@ def test_a_long_answer_is_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for token in range(5000):
         part = CompletionOutput(0, "a", [token], "length" if token == 4999 else None)
         whole = joiner.add(RequestOutput("r", "", [1], [part], token == 4999, metrics))
-        assert len(joiner._pieces.get("r", ())) <= 257
+        assert len(joiner.get("r", ())) <= 257
     assert whole is not None and whole.outputs[0].token_ids == list(range(5000)) and whole.outputs[0].text == "a" * 5000
