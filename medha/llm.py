@@ -13,7 +13,7 @@ import itertools
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
@@ -228,8 +228,7 @@ class LLM(AbstractContextManager["LLM"]):
         """Serve what is prepared beside the running engine, on the rank that drives."""
         engine = self.engine
         arrival_s = engine.now()
-        outputs = dict[str, RequestOutput | None]()
-        box, requests = deque[RequestOutput](), list[Request]()
+        box, requests, outputs = deque[RequestOutput](), list[Request](), list[RequestOutput]()
         try:
             requests = _prepared_beside(engine, prepare)
             try:
@@ -238,24 +237,23 @@ class LLM(AbstractContextManager["LLM"]):
                         self._add(request, arrival_s, box)
                     except ValidationError as error:
                         box.append(request.refused(arrival_s, engine.now(), error))
-                    outputs[request.request_id] = None
                 with _progress(enabled=use_tqdm and bool(requests)) as bar:
                     task = bar.add_task("Processed prompts", total=len(requests))
                     for _ in requests:
-                        output = self._next(box)
-                        outputs[output.request_id] = output
+                        outputs.append(self._next(box))
                         bar.advance(task)
             finally:
                 engine.end(request.request_id for request in requests if request.completions and request.num_running)
         except EngineDeadError as error:
             if not any(request.completions for request in requests):  # it was dead before
                 raise
-            raise type(error)(str(error), _present(outputs, box)) from error  # the engine's has those of others too
+            # the engine's has the outputs of others, too
+            raise type(error)(str(error), _present(requests, [*outputs, *box])) from error
         except BaseException as error:
             if is_interrupt(error):
-                vars(error)["outputs"] = _present(outputs, box)
+                vars(error)["outputs"] = _present(requests, [*outputs, *box])
             raise
-        return _present(outputs, box)
+        return _present(requests, outputs)
 
     def _prepare(self, prompts: Sequence[Prompt], **given: Any) -> list[Request]:
         """Check everything, each of what is given for all or one for each prompt; the first error names its index."""
@@ -322,10 +320,10 @@ def _close_at_exit(llm: LLM) -> None:
         llm.close()
 
 
-def _present(outputs: Mapping[str, RequestOutput | None], box: Iterable[RequestOutput]) -> list[RequestOutput]:
-    """The outputs that there are, in order; those in the box were not taken yet."""
-    found = {**outputs, **{output.request_id: output for output in box}}
-    return [output for output in found.values() if output is not None]
+def _present(requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    """The outputs that there are, in the order of the requests."""
+    found = {output.request_id: output for output in outputs}
+    return [found[request.request_id] for request in requests if request.request_id in found]
 
 
 def _progress(*, enabled: bool) -> Progress:

@@ -103,10 +103,9 @@ class Recorder:
 
     def end(self, batch: Batch) -> BatchRecord:
         """The compute of a batch ends now; returns its record."""
-        times = (self._start, time.perf_counter())
-        waits = (self._waits[what] for what in WAITS)
-        cpu_s = time.thread_time() - self._cpu_start
-        record = BatchRecord(batch.batch_id, batch.num_tokens, *times, *waits)._replace(cpu_s=cpu_s)
+        waits = {f"{what}_wait_s": seconds for what, seconds in self._waits.items()}
+        times, cpu_s = (self._start, time.perf_counter()), time.thread_time() - self._cpu_start
+        record = BatchRecord(batch.batch_id, batch.num_tokens, *times, cpu_s=cpu_s, **waits)
         self._records.append(record)
         self._waits.clear()
         return record

@@ -52,8 +52,8 @@ class Timeline:
         chunks could still wait and have their first token in time, ``step_s`` times to count beside each other: what
         was predicted of it, what it took, what it might take."""
         self._keep((batch, start_s, end_s, names))
-        chunks = (name for row, name in zip(batch.rows, names, strict=True) if not row.is_decode)
-        slack = {name: seconds for name, seconds in zip(chunks, slack_s, strict=False) if math.isfinite(seconds)}
+        chunks = zip(names[batch.num_decodes :], slack_s, strict=False)
+        slack = {name: seconds for name, seconds in chunks if math.isfinite(seconds)}
         if slack:
             self._keep(counter_event("slack (s)", start_s, slack))
         if step_s:

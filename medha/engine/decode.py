@@ -42,25 +42,15 @@ class DecodeInstance:
         return (memory.num_free(0) + held - claimed) / max(1, self.scheduler.num_running)
 
 
+@dataclass(slots=True)
 class HandOvers:
-    """The requests between their first token and their second, and the instances where they decode.
+    """The requests between their first token and their second, and the instances where they decode."""
 
-    Args:
-        instances: none where requests decode where they are prefilled.
-        most: requests that come to an instance at once.
-        begin: of :class:`medha.engine.distributed.DrivingRunner`, ``hand_over``.
-
-    Attributes:
-        waiting: by slot, the first to wait first.
-        transfers: by slot, those on their way.
-    """
-
-    def __init__(self, instances: Sequence[DecodeInstance] = (), most: int = 0, begin: Begin | None = None) -> None:
-        self.instances = instances
-        self.waiting: dict[int, SchedulerRequest] = {}
-        self.transfers: dict[int, Future[None]] = {}
-        self._most = most
-        self._begin = begin
+    instances: Sequence[DecodeInstance] = ()  # none where requests decode where they are prefilled
+    most: int = 0  # requests that come to an instance at once
+    begin: Begin | None = None  # of :class:`medha.engine.distributed.DrivingRunner`, ``hand_over``
+    waiting: dict[int, SchedulerRequest] = field(default_factory=dict)  # by slot, the first to wait first
+    transfers: dict[int, Future[None]] = field(default_factory=dict)  # by slot, those on their way
 
     @property
     def largest(self) -> KVMemory | None:
@@ -78,7 +68,7 @@ class HandOvers:
         instance's group, says where keys and values go."""
         while self.waiting:
             request = next(iter(self.waiting.values()))
-            with_place = [one for one in self.instances if len(one.coming) < self._most]
+            with_place = [one for one in self.instances if len(one.coming) < self.most]
             able = [one for one in with_place if one.scheduler.has_room(request, len(one.coming))]
             if not able:
                 return
@@ -104,16 +94,16 @@ class HandOvers:
             instance.scheduler.arrived(instance.coming.pop(slot), wanted=wanted)
             ended += [] if wanted else [slot]
         for request, batch in self.grants():
-            assert self._begin is not None, "there are instances"
+            assert self.begin is not None, "there are instances"
             held = prefills.memory.held_by_group(request.slot, request.num_prompt_tokens)
-            self.transfers[request.slot] = self._begin(by_slot[request.slot].token_ids[0], held, batch)
+            self.transfers[request.slot] = self.begin(by_slot[request.slot].token_ids[0], held, batch)
         return ended
 
     def decisions(self, now: Callable[[], float]) -> Iterator[tuple[Scheduler, Decision, float, Batch]]:
         """What the instances decide to run: by whom it is decided, when, and the batch on the instance's group."""
-        for group, scheduler in [(one.group, one.scheduler) for one in self.instances]:
-            while (decision := scheduler.schedule(start_s := now())).batch is not None:
-                yield scheduler, decision, start_s, decision.batch.on_group(group)
+        for one in self.instances:
+            while (decision := one.scheduler.schedule(start_s := now())).batch is not None:
+                yield one.scheduler, decision, start_s, decision.batch.on_group(one.group)
 
     def cancel(self, prefills: Scheduler, slot: int) -> tuple[int, ...]:
         """Stop scheduling a request, wherever it is; returns the slots closed by that."""

@@ -151,7 +151,7 @@ def _drive(case: Case, engine: Engine) -> list[Answer]:
     """Put a fresh engine on the case's time; then add, abort and step until all is done."""
     timed = _Timed(engine.runner, case)
     engine.runner, engine._clock, engine._start = timed, lambda: timed.now_s, 0.0
-    engine.hand_overs._begin = timed.hand_over
+    engine.hand_overs.begin = timed.hand_over
     # Within so many steps all could be computed several times, a token a step: somebody must have got a token.
     patience = 200 + 5 * sum(ask.length + ask.max_tokens for ask in case.asks)
     pending = list(enumerate(case.asks))
