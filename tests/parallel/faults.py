@@ -23,9 +23,10 @@ import torch
 
 from medha.batch import Batch
 from medha.cli.command import end_process, run_app
-from medha.engine import build, distributed
+from medha.engine import distributed
 from medha.engine.engine import Engine
 from medha.parallel.own_ranks import launch_environment, reserved_port
+from medha.worker import shard
 from medha.worker.runner import Runner
 from medha.worker.transfer import TransferLine
 from tests.commands import LIMIT_S, parse, wait_until
@@ -163,7 +164,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.
 
 
 _CALLS: dict[str, tuple[Any, str]] = {
-    "start": (build, "load_model"),
+    "start": (shard, "load_model"),
     "shutdown": (distributed, "leave"),
     "states": (Engine, "_fill_pipeline"),
     "transfer": (TransferLine, "_run"),

@@ -18,10 +18,10 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.rendezvous import _torchelastic_use_agent_store
 
 from medha import LLM, SamplingParams
-from medha.engine import build
 from medha.errors import ConfigError
 from medha.parallel.launch import read_launch
 from medha.parallel.own_ranks import launch_environment, own_ranks, reserved_port
+from medha.worker import shard
 from tests.commands import wait_until
 from tests.parallel.faults import Start
 from tests.parallel.workers import WorkerPool
@@ -101,7 +101,7 @@ def refusal(model: Path, options: dict[str, Any], others: dict[str, Any]) -> str
     given = {"model": model, "version": "1", **options} | (others if int(os.environ["RANK"]) else {})
     with (
         patch("medha.parallel.mesh.version", return_value=given.pop("version")),
-        patch.object(build, "load_model", side_effect=AssertionError("weights are read")),
+        patch.object(shard, "load_model", side_effect=AssertionError("weights are read")),
         patch("medha.parallel.health.Monitor.linger", return_value=True),  # for rank 0's end, which never comes
         pytest.raises(ConfigError) as caught,
     ):
