@@ -62,7 +62,7 @@ class KVSplit:
 
     @property
     def most_rows(self) -> int:
-        """Rows of tiles, of queries times heads, for whose items there is memory: those of one row are never more."""
+        """Rows of tiles, of queries times heads, for whose items there is memory: one row of a batch never has more."""
         return 2 * self.wanted * MOST_TILE_ROWS
 
     def tile_rows(self, num_rows: int) -> int:

@@ -48,7 +48,8 @@ class PackedLinear:
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """The norm over the last dimension; as of :func:`fused_add_rmsnorm` with a residual."""
+    """The norm over the last dimension; with a residual as :func:`fused_add_rmsnorm`, in the memory of ``x``."""
+    assert residual is None or x.is_contiguous(), "it is written in place"
     x, dim = x.contiguous(), weight.size(0)
     assert x.dtype == weight.dtype and x.size(-1) == dim, "the kernel is given pointers alone"
     out = torch.empty_like(x) if residual is None else x

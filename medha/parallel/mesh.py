@@ -188,7 +188,7 @@ def init_ranks(job: Job, device: torch.device) -> Ranks:
         tp_mesh = _tp_mesh(dist.group.WORLD, device.type, _tp_neighbours(config), timeout)
         pipe = dist.new_group(timeout=timeout)
         report, control = (dist.new_group(timeout=limit, backend="gloo") for limit in (timeout, _CONTROL_TIMEOUT))
-        step = config.spp * config.tp  # to who has the same stage and tensor-parallel index in the next group
+        step = config.spp * config.tp  # ranks of a group: of every step-th one stage and tensor-parallel index
         merging = [range(first, config.kvp * step, step) for first in range(step)]
         merge = _own_group(merging, timeout) if config.kvp > 1 else None
         transfer = dist.new_group(timeout=timeout) if config.decode_replicas else None

@@ -275,7 +275,7 @@ class PieceGraphs:
 
 
 def graph_sizes(config: SchedulerConfig) -> tuple[tuple[int, ...], ...]:
-    """Of how many decodes batches are worth a graph, dense where padding costs most; and of how many tokens graphs of
-    pieces: as long as the device computes for less time than the host launches."""
+    """Sizes of graphs in decodes, dense where padding costs most; and of those of pieces in tokens: as long as the
+    device computes for less time than the host launches."""
     limits = (config.max_num_seqs, _DECODE_SIZES), (config.max_batch_tokens, _PIECE_SIZES)
     return tuple(tuple(sorted({min(size, most) for size in sizes})) for most, sizes in limits)

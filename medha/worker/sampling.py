@@ -74,7 +74,7 @@ class Drawing(NamedTuple):
     """Tokens drawn where the logits lie, on their way to the host."""
 
     tokens: torch.Tensor  # int64 [S], on the device of the logits
-    ids_and_finite: torch.Tensor  # [2, S] on the host, in pinned memory, once the device is done
+    ids_and_finite: torch.Tensor  # [2, S] on the host, of a GPU in pinned memory, once the device is done
     logprobs: _Logprobs | None
 
     def read(self) -> list[Sampled]:
