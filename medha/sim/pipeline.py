@@ -107,9 +107,10 @@ class Pipeline:
                 self.bubble_s[group][stage] += min(end_s, now_s) - min(from_s, now_s) - done_s
 
     def _last_token_s(self, batch: Batch, groups: Sequence[int]) -> float:
-        """When the last of the tokens is known with which the decodes of some groups go on."""
+        """When the last of the tokens is known with which the decodes of some groups go on; those that others have
+        drawn are."""
         decodes = (row.slot for row in batch.rows[: batch.num_decodes] if row.group in groups)
-        return max((self._tokens_s[slot] for slot in decodes), default=0.0)
+        return max((self._tokens_s.get(slot, 0.0) for slot in decodes), default=0.0)
 
     def _seconds(self, batch: Batch, memory: KVMemory, groups: Sequence[int]) -> list[float]:
         """Seconds of each stage: the slowest of the groups that go together."""

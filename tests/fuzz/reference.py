@@ -21,7 +21,7 @@ import transformers
 from medha.params import SamplingParams
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.fuzz.cases import Ask, Case, Model
-from tests.worker.test_sampling import filtered, penalised
+from tests.worker.test_sampling import filtered
 
 Logits = npt.NDArray[np.float64]
 
@@ -146,13 +146,17 @@ class _Rules:
 
     def choose(self, logits: Logits, drawn: Sequence[int]) -> int:
         """The token behind the prompt and those drawn so far."""
-        x = torch.tensor(penalised(logits.tolist(), self.prompt, list(drawn), self.params), dtype=torch.float64)
+        params, x = self.params, logits.copy()
+        seen = sorted({*self.prompt, *drawn})
+        x[seen] = np.where(x[seen] > 0, x[seen] / params.repetition_penalty, x[seen] * params.repetition_penalty)
+        counts = np.bincount(np.array(drawn, np.int64), minlength=len(x))
+        x -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
         if len(drawn) < self.min_tokens:
-            x[self.end_ids] = -torch.inf
-        if self.params.temperature == 0.0:
+            x[self.end_ids] = -np.inf
+        if params.temperature == 0.0:
             return int(x.argmax())
-        edges = filtered(x, self.params).cumsum()
-        number = np.random.Generator(np.random.Philox(key=self.params.seed % 2**64, counter=len(drawn))).random()
+        edges = filtered(torch.from_numpy(x), params).cumsum()
+        number = np.random.Generator(np.random.Philox(key=params.seed % 2**64, counter=len(drawn))).random()
         return int(np.searchsorted(edges, number * edges[-1], side="right"))
 
     def is_near_tie(self, token: int, logits: Logits, drawn: Sequence[int], off: float) -> bool:
