@@ -46,8 +46,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice, takewhile
-from operator import attrgetter
+from itertools import islice
 
 import numpy as np
 
@@ -98,7 +97,7 @@ class MedhaPacker(Packer):
         self._least_dealt = cache(partial(least_chunk, config, predictor))
         self._ranking = load_policy(config.policy)
         self._refused: list[int] = []
-        self._ending: tuple[State | None, State | None] = None, None  # to whom prefills, and newcomers, leave memory
+        self._ending: State | None = None
         self._stalled: set[int] = set()  # running prefills that were refused memory, and have had no chunk since
         self._asked: list[int] = []  # for whom somebody is left out of the batch, to give way when it is not in flight
         self._owed_s: list[float] = []
@@ -204,26 +203,24 @@ class MedhaPacker(Packer):
         self._serve_in_order(queue, builder)
         self._fill_up(queue, builder)
 
-    def _ends_first(self, queue: Queue, builder: BatchBuilder) -> tuple[State | None, State | None]:
-        """Of the long prefills that lack memory to end, that of the highest class with the least left: the others leave
-        it what comes free. The same among those that were preempted, too: newcomers leave it to that. While one that
-        has three quarters was refused, nobody starts: what it holds lies idle."""
+    def _ends_first(self, queue: Queue, builder: BatchBuilder) -> State | None:
+        """Of the long prefills that have started and lack memory to end, that of the highest class with the least left:
+        the others leave it what comes free. While one that has three quarters, and was refused, lacks it, nobody
+        starts: what it holds lies idle."""
         memory, by_class = builder.memory, self._ranking.by_class
         if memory.num_groups > 1 or memory.overcommit or not self.config.guarded_share:
-            return None, None
+            return None
         lacking = [state for state in queue.prefills() if self._is_long(state) and memory.lacks(state.slot)]
         for state in lacking:
             if state.slot in self._stalled and 4 * state.num_left <= state.num_prefill_tokens - state.num_cached:
                 self._close(builder, state)
-        preempted = takewhile(attrgetter("num_preempted"), queue.waiting.values())  # what they had may be there
-        back = [state for state in preempted if state.num_prefill_tokens >= self.config.long_threshold]
-        key = attrgetter("request.priority", "num_left") if by_class else attrgetter("num_left")
-        return min(lacking, key=key, default=None), min([*lacking, *back], key=key, default=None)
+        return min(lacking, key=lambda state: (state.request.priority * by_class, state.num_left), default=None)
 
     def _leaves_memory(self, state: State, queue: Queue, builder: BatchBuilder) -> bool:
         """Whether a long prefill leaves what is free to that which ends first, as it lacks memory too. None starts that
-        has more left, nor before one that came sooner and waits for long: of those there are ever fewer."""
-        ending, priority = self._ending[not state.has_started], state.request.priority
+        has more left, or before which another came that waits for long: of those before that one there are ever fewer.
+        """
+        ending, priority = self._ending, state.request.priority
         if ending is None or ending is state or (self._ranking.by_class and ending.request.priority > priority):
             return False
         if state.has_started:

@@ -26,7 +26,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, takewhile
+from operator import attrgetter
 
 from medha.cost.predictor import Decodes, Predictor, Tick, Work
 from medha.sched.decision import Preempted
@@ -45,9 +46,20 @@ class Preemption:
         self._predictor = predictor
 
     def would_be_in_way(self, state: State) -> bool:
-        """Whether a request gave way to a class above, of which prefills are left: it does not start before them."""
-        was_in_way = self.by_class and state.num_preempted and not state.has_started
-        return bool(was_in_way and (self.queue.column("priority") < state.request.priority).any())
+        """Whether a request that has not started gave way to a class above, of which prefills are left: it does not
+        start before them. Nor does a long one, unless it is guarded, start before another of its class, or above, that
+        gave way and has less left: it would take what is there of that one in the prefix cache."""
+        if not self.by_class or state.has_started:
+            return False
+        queue, config, priority = self.queue, self.queue.config, state.request.priority
+        if state.num_preempted and (queue.column("priority") < priority).any():
+            return True
+        is_long = state.num_prefill_tokens - state.num_cached >= config.long_threshold
+        if not is_long or self.memory.num_groups > 1 or not config.guarded_share or queue.is_guarded(state):
+            return False
+        gave_way = takewhile(attrgetter("num_preempted"), queue.waiting.values())  # they come first there
+        before = (other for other in gave_way if other.num_cached and other.num_left < state.num_left)
+        return any(other.request.priority <= priority for other in before)
 
     def of_lower_class(self, priority: int) -> list[State]:
         """Whom requests of a class may preempt, once nothing of them is in flight: the lowest class first, then whoever

@@ -102,7 +102,7 @@ class Queue:
     """
 
     def __init__(self, config: SchedulerConfig, times: Callable[[int], PrefillTimes]) -> None:
-        self._config = config
+        self.config = config
         self.times = times
         self.foresees = bool(config.async_scheduling)
         self.running: dict[int, State] = {}  # started and not closed, in the order of their first chunks
@@ -155,6 +155,10 @@ class Queue:
         guarded |= self.column("arrival_s") + self.column("deadline_s") < now_s
         guarded |= self.column("last_chunk_s") + patience_s <= now_s
 
+    def is_guarded(self, state: State) -> bool:
+        """Whether a prefill is."""
+        return bool(self._table["guarded"][self._row_of[state.slot]])
+
     def tightest_tpot_s(self, span_of: Callable[[int], tuple[int, int]], group: int) -> float:
         """The tightest TPOT objective of the decodes on a group; ``span_of`` says on which groups a slot lies."""
         tightest = math.inf
@@ -194,7 +198,7 @@ class Queue:
         length, self.newest_s = request.num_prompt_tokens, max(self.newest_s, request.arrival_s)
         total_s = self.left_s(num_cached, length) if num_cached else self.times(length).total_s(length)
         deadline_s = None if request.slo is None else request.slo.ttft_s
-        deadline_s = deadline_s or max(self._config.deadline_floor_s, self._config.deadline_factor * (total_s * factor))
+        deadline_s = deadline_s or max(self.config.deadline_floor_s, self.config.deadline_factor * (total_s * factor))
         state = State(request, length, length, math.inf if request.is_relegated else deadline_s)
         state.tenant = self.tenants.enter(request.tenant)
         self.waiting[request.slot] = state
