@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -560,6 +561,20 @@ def interrupt(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
     former = signal.signal(signal.SIGUSR1, request.param)
     yield partial(signal.raise_signal, signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, former)
+
+
+@pytest.mark.parametrize("number", range(1, 15))
+def test_an_interrupt_tears_no_delta(needle: Model, interrupt: Callable[[], Any], number: int) -> None:
+    engine, outputs = needle.engine(), list[RequestOutput]()
+    request = engine.prepare("a", question(), SamplingParams(temperature=0.0, max_tokens=4, output_kind="delta"))
+    engine.add_prepared(request, arrival_s=0.0, sink=outputs.append)
+    with suppress(KeyboardInterrupt, TooLateError), InterruptAtLine("Completion.output", number, interrupt):
+        while request.num_running:
+            engine.advance()
+    deltas = [output.outputs[0] for output in outputs]
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    assert outputs[-1].finished
+    assert "".join(delta.text or "" for delta in deltas) == bytes(tokens).decode()
 
 
 @pytest.mark.parametrize(("method", "depth"), [("advance", 1), ("advance", 2), ("add_prepared", 1)])

@@ -92,7 +92,8 @@ def _is_number(value: Any, *kinds: type) -> bool:
 
 def check_number(name: str, value: object, least: float | None = None, most: float = math.inf) -> None:
     """Refuse what is not a finite number above 0, or of at least ``least``, and at most ``most``."""
-    number: Any = value if _is_number(value, int, float) else math.nan
+    number: Any = value.tolist() if hasattr(value, "tolist") else value  # of numpy
+    number = number if _is_number(number, int, float) else math.nan
     above = number > 0 if least is None else number >= least
     if not math.isfinite(number) or not above or number > most:
         bound = "above 0" if least is None else f"of at least {least:g}"

@@ -379,7 +379,7 @@ class Engine:
         if self.on_step is not None:
             self.on_step(batch, prediction, busy_s)
         results: list[tuple[int, int, bool]] = []
-        took: list[Completion] = []
+        took, told = list[Completion](), list[Request]()
         by_slot, hands_over = self.by_slot, bool(self.hand_overs.instances) and is_first
         for row, sampled in zip(result.rows, result.sampled, strict=True):
             one = by_slot[slot := row[0]]
@@ -387,6 +387,8 @@ class Engine:
                 ends = one.take(sampled, now)
                 results.append((slot, 0 if hands_over and not ends else 1, ends))
                 took.append(one)
+                if ends or one.request.params.output_kind != "final_only":
+                    told.append(one.request)
                 if one.error is not None:  # what it computed, or shared, may be as bad as its logits
                     self.reset_prefix_cache()
                 elif ends or not len(one.token_ids) % _EXTEND_EVERY:
@@ -398,8 +400,9 @@ class Engine:
         for observer in self.observers if is_first else ():
             observer.completed(batch, now, results, busy_s, closed)
         for one in took:
-            self._keep_explanation(one)
-        for request in dict.fromkeys(one.request for one in took):  # of several completions once
+            if one.metrics.explanation is None:
+                self._keep_explanation(one)
+        for request in dict.fromkeys(told):  # of several completions once
             if not request.num_running:
                 self._retire(request)
             elif request.params.output_kind != "final_only":

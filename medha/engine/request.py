@@ -268,9 +268,9 @@ class Completion:
     def output(self, *, is_delta: bool) -> CompletionOutput:
         """It as it is now, or what the last call did not return."""
         ids, first, reason = self.token_ids, self._reported[0] if is_delta else 0, self.finish_reason
-        self._reported = len(ids), reason is not None
         text = None if self._detokenizer is None else "".join(self._pieces)
-        self._pieces = [] if is_delta or text is None else [text]  # which the next one need not join again
+        kept = [] if is_delta or text is None else [text]  # which the next one need not join again
+        self._reported, self._pieces = (len(ids), reason is not None), kept  # an interrupt strikes between lines
         logprobs, total = (self._logprobs, self._cumulative_logprob) if self._has_logprobs else (None, None)
         self._logprobs = [] if is_delta else self._logprobs.copy()
         return CompletionOutput(self.index, text, ids[first:], reason, self._stop_reason, logprobs, total)

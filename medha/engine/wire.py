@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import fields
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -40,7 +40,8 @@ def encode_sampling(slot: int, its: SlotSampling) -> list[Any]:
     """A slot and its request's sampling state as JSON has them: tokens of prompt and output are there only where a
     penalty counts them."""
     prompt_ids = None if its.prompt_ids is None else its.prompt_ids.tolist()
-    return [slot, asdict(its.params), its.seed, its.end_ids, its.num_prompt_tokens, prompt_ids, its.output_ids]
+    params = {f.name: getattr(its.params, f.name) for f in fields(its.params)}  # asdict would copy long lists
+    return [slot, params, its.seed, its.end_ids, its.num_prompt_tokens, prompt_ids, its.output_ids]
 
 
 def decode_sampling(told: Sequence[Any]) -> tuple[int, SlotSampling]:

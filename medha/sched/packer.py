@@ -310,8 +310,8 @@ class MedhaPacker(Packer):
             guarded = guarded & (queue.column("started") | ~queue.are_ahead(self._ranking))  # these take no places
         rows = sort_rows((queue.column("arrival_s"), queue.column("slot")), first=_FIRST, among=guarded)
         for state in queue.states_of_rows(rows):
-            if builder.is_held(state) or not builder.has_place(state):
-                continue
+            if not state.prefilling or builder.is_held(state) or not builder.has_place(state):
+                continue  # or it was read to its end in the turn of one that shares its prompt
             if self._is_long(state) and not may_be_long:
                 break  # it would shut out the other long ones for a share of the batch: it waits for a whole one
             if self._give(state, queue, builder, may_exceed=False, waits=True):  # as the smallest takes nearly as long

@@ -70,6 +70,7 @@ class Pipeline:
         stages, groups = self.stages, range(self.num_groups)
         self._control_s = self.control_s if len(stages) > 1 else 0.0
         self._tokens_s: dict[int, float] = {}  # when each slot has its newest token
+        self._newest_s = 0.0  # the latest of these
         self.busy_s, self.bubble_s, self._free_s = ([[0.0] * len(stages) for _ in groups] for _ in range(3))
         costs = [replace(predictor.coefficients, key=stages[0].coefficients.key) for predictor in stages]
         self._kinds = [costs.index(cost) for cost in costs]  # stages that cost the same are predicted once
@@ -80,7 +81,7 @@ class Pipeline:
         now_s += self._control_s
         for groups in _together(batch, self.num_groups):
             seconds = self._seconds(batch, memory, groups)
-            ready_s = max(now_s, self._last_token_s(batch, groups))
+            ready_s = now_s if self._newest_s <= now_s else max(now_s, self._last_token_s(batch, groups))
             entered_s = max(ready_s, *(self._free_s[group][0] for group in groups))
             begins_s = [max(entered_s, self._free_s[group][-1]) for group in groups]
             ran = []
@@ -96,6 +97,7 @@ class Pipeline:
             parts += [Part(group, from_s, ready_s, ran) for group, from_s in zip(groups, begins_s, strict=True)]
             end_s = max(end_s, ready_s)
         self._tokens_s.update((row.slot, end_s) for row in batch.rows if row.samples)
+        self._newest_s = max(self._newest_s, end_s)
         return Passage(end_s, slowest_s, parts)
 
     def account(self, passage: Passage, now_s: float = math.inf) -> None:

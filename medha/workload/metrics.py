@@ -28,6 +28,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")  # vLLM's names of what percentiles ar
 _PERCENT = number("numbers above 0, below 100", lambda value: 0 < value < 100)
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
+_ROUNDING_S = 1e-8  # of differences of a clock's times
 BUCKET_ENDS = tuple(4**power for power in range(4, 11))
 """Prompt lengths in tokens at which one bucket ends and the next begins: 256 to 1M."""
 
@@ -139,7 +140,7 @@ class Times(TokenTimes):
     def is_in_time(self) -> Flags:
         """Finished, and met every objective; of one token that between tokens is met."""
         taken_s = np.stack([self.ttft_s, self.tpot_s, self.e2el_s], axis=1)
-        return self.has_finished & ~(taken_s > self.slo_s).any(axis=1)
+        return self.has_finished & ~(taken_s > self.slo_s + _ROUNDING_S).any(axis=1)
 
 
 def counted(from_s: Floats, to_s: Floats, counts: Flags) -> tuple[Floats, NDArray[np.int64]]:

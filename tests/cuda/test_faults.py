@@ -189,7 +189,7 @@ def test_fault_is_reported(
     model: Path, device: Device, fault: Callable[[Patch], None], report: str, options: dict[str, Any]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch, suppress(Exception):
-        patch.setattr("medha.worker.swap.HostCache.measure_block_s", lambda self: 1e-12)
+        patch.setattr("medha.worker.swap.HostCache.measure_block_s", lambda self: 0.0)
         fault(patch)
         serve(model, device="cuda", **options)
     assert report in device.reported()[0]

@@ -61,7 +61,7 @@ def test_what_serves_where_fused_kernels_and_fa3_cannot_be_built(
 
 
 def test_swapped_blocks(model: Path, expected: Served, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medha.worker.swap.HostCache.measure_block_s", lambda self: 1e-12)
+    monkeypatch.setattr("medha.worker.swap.HostCache.measure_block_s", lambda self: 0.0)
     with LLM(model, device="cuda", dtype="float16", **POOL | SWAP) as llm:
         counts = Preemptions.of(llm.engine)
         assert complete(llm) == expected

@@ -465,6 +465,17 @@ def test_nobody_gives_way_to_one_that_leaves_its_place_to_another() -> None:
     assert drive.gave_way[0] == 0 and len(drive.gave_way) <= 3
 
 
+def test_a_guarded_prompt_may_end_in_the_turn_of_one_that_shares_it() -> None:
+    load = [Asking(5.64, 1500, priority=0, num_shared=1500), Asking(0.89, 2500, 300)]
+    load += [Asking(4.17, 1500, priority=1, num_shared=1461), Asking(3.14, 2000, num_shared=2000)]
+    load += [Asking(1.69, 1100), Asking(0.86, 200, num_shared=185), Asking(7.46, 100, num_shared=91)]
+    load += [Asking(2.08, 100, num_shared=100), Asking(5.07, 200, 40, num_shared=173)]
+    options: dict[str, Any] = {"late_share": 0.5, "long_threshold": 300, "patience_s": 0.5, "quantum_s": 0.25}
+    scheduler = new_scheduler(num_blocks=26, block_size=128, **options)
+    drive = Sharing(scheduler, load, lambda batch: 0.01 + 0.001 * batch.num_tokens).run()
+    assert len(drive.finish_s) == len(load)
+
+
 @pytest.mark.parametrize("is_waited_for", [True, False])
 def test_what_a_waiting_request_counts_on_stays_on_the_host(is_waited_for: bool) -> None:
     """Another prefix takes what room is left there; a request that is swapped out takes all."""

@@ -49,6 +49,7 @@ def test_objectives() -> None:
 
     one = outcome("a", 0.0, 1.0, (0.5,))
     assert meets(one, Goodput())
+    assert meets(outcome("a", 844.4218515250482, 0.1, (0.1,), slo=SLO(0.1, 0.1)), Goodput(e2el_s=0.2))
     assert meets(replace(one, slo=SLO(1.0, 0.5)), Goodput(e2el_s=1.5))
     assert not meets(replace(one, slo=SLO(ttft_s=0.9)), Goodput())
     assert not meets(replace(one, slo=SLO(tpot_s=0.4)), Goodput())

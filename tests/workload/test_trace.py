@@ -59,7 +59,7 @@ def test_slices_windows_and_scales() -> None:
     assert trace.first(9, 1.0, 1.5).arrival_s.tolist() == [0.5]
     assert trace.first(3, None, 2.0).qps == 2.0  # of those that come, whatever the rest of the file does
     assert trace.scaled(1.5).arrival_s.tolist() == [0.5, 1.0, 1.0, 2.5]
-    assert trace.scaled(1.5).qps == 1.5
+    assert trace.scaled(np.float32(1.5)).qps == 1.5
     assert trace.from_zero().arrival_s.tolist() == [0.0, 1.0, 1.0, 4.0]
     assert (trace[:0].duration_s, trace[:0].qps, len(trace[:0].from_zero())) == (0.0, None, 0)
     for wrong, qps in ((trace, 0.0), (trace, math.nan), (trace[1:3], 1.0)):
