@@ -55,7 +55,8 @@ class Preemption:
         if state.num_preempted and (queue.column("priority") < priority).any():
             return True
         is_long = state.num_prefill_tokens - state.num_cached >= config.long_threshold
-        if not is_long or self.memory.num_groups > 1 or not config.guarded_share or queue.is_guarded(state):
+        is_guarded = queue.column("guarded")[queue.rows_of([state.slot])].any()
+        if not is_long or self.memory.num_groups > 1 or not config.guarded_share or is_guarded:
             return False
         gave_way = takewhile(attrgetter("num_preempted"), queue.waiting.values())  # they come first there
         before = (other for other in gave_way if other.num_cached and other.num_left < state.num_left)

@@ -155,10 +155,6 @@ class Queue:
         guarded |= self.column("arrival_s") + self.column("deadline_s") < now_s
         guarded |= self.column("last_chunk_s") + patience_s <= now_s
 
-    def is_guarded(self, state: State) -> bool:
-        """Whether a prefill is."""
-        return bool(self._table["guarded"][self._row_of[state.slot]])
-
     def tightest_tpot_s(self, span_of: Callable[[int], tuple[int, int]], group: int) -> float:
         """The tightest TPOT objective of the decodes on a group; ``span_of`` says on which groups a slot lies."""
         tightest = math.inf
