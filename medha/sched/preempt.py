@@ -49,16 +49,16 @@ class Preemption:
         """Whether a request that has not started gave way to a class above, of which prefills are left: it does not
         start before them. Nor does a long one, unless it is guarded, start before another of its class, or above, that
         gave way and has less left: it would take what is there of that one in the prefix cache."""
-        if not self.by_class or state.has_started:
-            return False
         queue, config, priority = self.queue, self.queue.config, state.request.priority
+        if not self.by_class or state.has_started or not next(iter(queue.waiting.values()), state).num_preempted:
+            return False  # who was preempted comes first there
         if state.num_preempted and (queue.column("priority") < priority).any():
             return True
         is_long = state.num_prefill_tokens - state.num_cached >= config.long_threshold
         is_guarded = queue.column("guarded")[queue.rows_of([state.slot])].any()
         if not is_long or self.memory.num_groups > 1 or not config.guarded_share or is_guarded:
             return False
-        gave_way = takewhile(attrgetter("num_preempted"), queue.waiting.values())  # they come first there
+        gave_way = takewhile(attrgetter("num_preempted"), queue.waiting.values())
         before = (other for other in gave_way if other.num_cached and other.num_left < state.num_left)
         return any(other.request.priority <= priority for other in before)
 
