@@ -399,9 +399,7 @@ class Engine:
                 self.hand_overs.keep(self.scheduler, one.request.asked(one.slot, one.metrics.arrival))
         for observer in self.observers if is_first else ():
             observer.completed(batch, now, results, busy_s, closed)
-        for one in took:
-            if one.metrics.explanation is None:
-                self._keep_explanation(one)
+        self._keep_explanations(took)
         for request in dict.fromkeys(told):  # of several completions once
             if not request.num_running:
                 self._retire(request)
@@ -418,17 +416,18 @@ class Engine:
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def _keep_explanation(self, one: Completion) -> None:
-        """Note where the time of a completion went that has its first token, or ends without one."""
-        if one.metrics.explanation is None:
-            one.metrics.explanation = explained(self._explainers, one.slot)
+    def _keep_explanations(self, completions: Iterable[Completion]) -> None:
+        """Note where the time went of completions that have their first token, or end without one."""
+        for one in completions:
+            if one.metrics.explanation is None:
+                one.metrics.explanation = explained(self._explainers, one.slot)
 
     def _abort(self, live: Request) -> None:
         """End what still runs of a request, and hand out its last output."""
         for one in live.completions:
             if one.finish_reason is None:
                 one.finish("abort", self.now())
-                self._keep_explanation(one)
+                self._keep_explanations([one])
         live.num_running = 0  # also where an interrupt has struck in finish()
         self._retire(live)
 
