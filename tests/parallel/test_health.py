@@ -191,13 +191,12 @@ def test_a_store_that_does_not_answer(ranks: Ranks, sleeper: Sleeper, monkeypatc
     """Its holder is on another node, where nobody sees it; one that is seen to run is slow until it is stopped, and one
     of this node whose process is not known so far is taken to be slow for long."""
     monkeypatch.setattr(health, "BEHIND_S", LIMIT_S)
+    holds = threading.Event()
+    monkeypatch.setattr(Monitor, "_round", lambda *args: holds.wait(LIMIT_S))  # nor is anybody's process known by it
     monitors = {rank: ranks.monitor(rank, 3) for rank in (1, 2)}
     monitors[3] = ranks.monitor(3, 4, local_ranks=range(4))
     monitors[4] = ranks.monitor(0, 4, local_ranks=range(4), agent_has_store=True, agent_pid=os.getppid())
     monitors[2]._processes[0] = Process.of(sleeper.pid)
-    holds = threading.Event()
-    for monitor in monitors.values():
-        monkeypatch.setattr(monitor, "_round", lambda *args: holds.wait(LIMIT_S))
     wait_until(lambda: monitors[1].has_failure)
     assert not monitors[2].has_failure
     assert not monitors[3].has_failure
