@@ -143,15 +143,18 @@ class DrivingRunner:
         posted = {group: self._reports.post(parts[group], group) for group in concerned}
         if self._in_turn:
             step = self.runner.prepare(parts[0], ids[0])
-            return PendingStep(partial(self._completed, batch, [partial(self._tokens.run, step), *posted.values()]))
+            own = partial(_read, partial(self._tokens.run, step))
+            return PendingStep(partial(self._completed, batch, [own, *posted.values()]))
         reports = {group: self._awaited[group].submit(report) for group, report in posted.items()}
         if 0 in reports:
             self._tokens.take_from(reports[0], parts[0])
         futures: list[Future[Any]] = [*reports.values()]
+        results: list[Callable[[], StepResult | None]] = [future.result for future in reports.values()]
         if 0 in parts:
             step = self.runner.prepare(parts[0], ids[0])
-            futures.insert(0, self._own.submit(partial(self._tokens.run, step)))
-        pending = PendingStep(partial(self._completed, batch, [future.result for future in futures]))
+            futures.append(self._own.submit(partial(self._tokens.run, step)))
+            results.insert(0, partial(_read, futures[-1].result))
+        pending = PendingStep(partial(self._completed, batch, results))
         if self.news is None:
             return pending
         wake = self.news.set
@@ -318,8 +321,8 @@ class Follower:
                 if isinstance(step, Exception):
                     raise step
                 if step is not None:
-                    if (result := self._tokens.run(step)) is not None:
-                        self._reports.send(result)
+                    if (pending := self._tokens.run(step)) is not None:
+                        self._reports.send(pending.result())
                 elif message.kind == "records":
                     self._reports.send_records()
                 elif message.kind != "handover":
@@ -386,6 +389,12 @@ class Follower:
         error = EngineDeadError(f"{what}; accepted: the same calls on every rank")
         give_up(self.ranks.monitor, error)
         raise error
+
+
+def _read(run: Callable[[], PendingStep | None]) -> StepResult | None:
+    """What a rank's own part of a batch has produced, once it ran; None where nothing is drawn on it."""
+    pending = run()
+    return None if pending is None else pending.result()
 
 
 def _leave(part: DrivingRunner | Follower) -> None:

@@ -26,7 +26,7 @@ from medha.params import SamplingParams
 from medha.records import RankRecords, decode_records, encode_records
 from medha.worker.runner import Runner
 from medha.worker.sampling import Sampled, SlotSampling
-from medha.worker.step import StepResult, sampling_rows
+from medha.worker.step import PendingStep, StepResult, sampling_rows
 from medha.worker.step_input import StepInput
 
 _ROW_SIZE = 2  # token, finite
@@ -156,7 +156,7 @@ class TokenLine:
     """Sends the tokens that this rank draws to those that embed them, and receives what this rank embeds.
 
     A token goes to the first stages of its request's groups and of the group behind them, into which it may grow; none
-    goes anywhere where these groups do not decode.
+    goes anywhere where these groups do not decode, nor to whom the runner has given it on the device.
     """
 
     def __init__(self, ranks: Ranks, runner: Runner, *, decodes: bool = True) -> None:
@@ -174,7 +174,7 @@ class TokenLine:
         group = self._ranks.group
         for sampler_group in sorted({row.group for row in batch.rows if row.group <= group}):
             sampler, slots = self._ranks.sampler_rank(sampler_group), _slots_for(batch, sampler_group, group)
-            if slots and sampler != self._ranks.rank:
+            if slots and sampler != self._ranks.rank and not (sampler_group == group and self._runner.share):
                 buffer = torch.empty(len(slots), dtype=torch.int64, device="cpu")
                 tokens = post_receive(buffer, sampler, self._ranks.report_group, _TOKENS_TAG)
                 self._receives.append((batch.batch_id, slots, tokens))
@@ -189,17 +189,21 @@ class TokenLine:
         if slots and self._decodes:
             self._receives.append((batch.batch_id, slots, partial(_tokens_of, report)))
 
-    def run(self, step: StepInput) -> StepResult | None:
+    def run(self, step: StepInput) -> PendingStep | None:
         """Run this rank's part of a batch behind the tokens that it embeds, and send those drawn at once: another
-        rank may need them before it takes part in this one's next batch."""
+        rank may need them before it takes part in this one's next batch. Where none does, that may be launched behind
+        this one, whose tokens nobody has read."""
         with self._runner.recorder.waiting("report"):
             self._wait_for(step)
         pending = self._runner.run(step)
-        if pending is None:
-            return None
+        embedders = self._embedders(step.batch) if self._decodes else {}
+        if pending is None or (self._decodes and not embedders):
+            return pending
         result = pending.result()
-        self._send(step.batch, result)
-        return result
+        tokens = {row.slot: token.token_id for row, token in zip(result.rows, result.sampled, strict=True)}
+        for rank, slots in embedders.items():
+            self._sends.add(torch.tensor([tokens[slot] for slot in slots], dtype=torch.int64, device="cpu"), rank)
+        return PendingStep(lambda: result)
 
     def _wait_for(self, step: StepInput) -> None:
         """Note the tokens that a step's decodes embed, once they are here."""
@@ -214,23 +218,19 @@ class TokenLine:
             kept = [at for at, slot in enumerate(slots) if self._drawn_here.get(slot, -1) < batch_id]
             if kept:
                 self._runner.note_tokens([slots[at] for at in kept], tokens[kept])
-        if self._ranks.is_sampler:
+        if self._ranks.is_sampler or self._runner.share:
             self._drawn_here.update(dict.fromkeys(step.drawn_slots.tolist(), step.batch.batch_id))
 
-    def _send(self, batch: Batch, result: StepResult) -> None:
-        """Send what was sampled here after a batch's rows."""
-        if not self._decodes:
-            return
-        here = self._ranks.group
-        tokens = {row.slot: token.token_id for row, token in zip(result.rows, result.sampled, strict=True)}
-        last = max((row.writer for row in result.rows), default=here) + 1
+    def _embedders(self, batch: Batch) -> dict[int, list[int]]:
+        """The ranks to which tokens drawn here after a batch's rows are sent, and the slots whose tokens they are."""
+        here, found = self._ranks.group, dict[int, list[int]]()
+        last = max((row.writer for row in sampling_rows(batch, here)), default=here) + 1
         for group in range(here, max(here, min(last, self._ranks.config.kvp - 1)) + 1):
             slots = _slots_for(batch, here, group)
-            embedders = [rank for rank in self._ranks.first_stage_ranks(group) if rank not in (0, self._ranks.rank)]
-            if slots and embedders:
-                drawn = torch.tensor([tokens[slot] for slot in slots], dtype=torch.int64, device="cpu")
-                for rank in embedders:
-                    self._sends.add(drawn, rank)
+            for rank in self._ranks.first_stage_ranks(group) if slots else ():
+                if rank not in (0, self._ranks.rank) and not (group == here and self._runner.share):
+                    found[rank] = slots
+        return found
 
     def drain(self) -> None:
         """Wait for every transfer."""

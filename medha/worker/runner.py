@@ -42,6 +42,7 @@ from medha.models.layers import cos_sin, inverse_frequencies
 from medha.parallel.kvp import Merge, shared_rows
 from medha.parallel.ring import Ring, buffer_of
 from medha.parallel.spp import StagePipe
+from medha.parallel.tp import Collective
 from medha.records import Recorder
 from medha.worker.dealt import DealtRows, Move
 from medha.worker.graphs import CudaGraphs, DecodeGraphs, PieceGraphs, Ran
@@ -63,6 +64,7 @@ class Runner:
     _: KW_ONLY
     pipe: StagePipe | None = None  # where hidden states come from and go to; None when the whole model is here
     samples: bool = True  # whether this rank draws tokens; it must hold the head
+    share: Collective | None = None  # gives ranks that embed them the tokens drawn; all of them call it
     group: int = 0  # the KV-parallel one
     merge: Merge | None = None  # over KV-parallel groups, if there are several
     host: HostCache | None = None  # where blocks are swapped to; None if they never are
@@ -182,10 +184,12 @@ class Runner:
                 self.pipe.send(batch, out)
             return None
         drawing = None
-        if step.drawn_rows and self.samples:
+        if step.drawn_rows and (self.samples or self.share is not None):
             with phase("medha.sample"):
-                drawing = draw(out, *self._draws(step), greedy)
-                self.last_tokens[slots] = drawing.tokens
+                if self.samples:
+                    drawing = draw(out, *self._draws(step), greedy)
+                tokens = torch.empty_like(slots, dtype=torch.int64) if drawing is None else drawing.tokens
+                self.last_tokens[slots] = tokens if self.share is None else self.share(tokens)
         record = self.recorder.end(batch)
         if not self.samples:
             return None

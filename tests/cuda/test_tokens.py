@@ -1,5 +1,7 @@
 """medha on the emulated device: the CPU's tokens, and no wait of the host in a steady step."""
 
+import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from medha.profile.calibrate import Effort, measure
 from medha.profile.meter import StageMeter
 from medha.worker.step import Lane
 from tests.cuda import kernels
-from tests.cuda.device import Device
+from tests.cuda.device import Device, Event
 from tests.cuda.serving import POOL, SWAP, Served, add_all, complete, drive, serve
 from tests.cuda.tensors import MODE, Everywhere
 from tests.engines import Preemptions, drained
@@ -139,11 +141,15 @@ def test_a_profile_times_both_ends_of_a_merge(device: Device) -> None:
     "layout", [{"kvp": 2, "max_kv_per_group": 96}, {"spp": 2}, {"tp": 2}], ids=lambda o: next(iter(o))
 )
 def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: dict[str, int]) -> None:
-    """In a call of all ranks, and where rank 0 drives the engine."""
+    """In a call of all ranks, and where rank 0 drives the engine. What launches batches waits for no token where all
+    that embed it draw it, or are given it on the device."""
     kernels.import_flashinfer()
     found = workers.run(serve_on_ranks, 2, str(model), layout)
     assert found[0][0] == [expected, expected]
-    for _, faults, launches, waits in found:
+    if "tp" in layout:
+        assert found[0][4] == {"MainThread"}  # not what launches
+        assert found[1][4] == set()
+    for _, faults, launches, waits, _ in found:
         assert faults == []
         assert (launches["transfers"] > 10) == ("kvp" in layout)
         if "kvp" not in layout:  # where a group has rows of its own
@@ -151,10 +157,12 @@ def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: d
         assert waits == []
 
 
-def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[list[Served], list[str], Counter[str], list[str]]:
-    """On each rank, as if it were alone on its node: what it generates, twice, its device's faults and launches, and
-    where in what sends and receives tensors the host waits for the device. The second time kernels are loaded when they
-    are first launched, which may wait for all that the device has."""
+def serve_on_ranks(
+    folder: str, layout: dict[str, int]
+) -> tuple[list[Served], list[str], Counter[str], list[str], set[str]]:
+    """On each rank, as if it were alone on its node: what it generates, twice, its device's faults and launches, where
+    in what sends and receives tensors the host waits for the device, and which threads wait for a batch. The second
+    time kernels are loaded when they are first launched, which may wait for all that the device has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "0")
         patch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -175,10 +183,18 @@ def serve_on_ranks(folder: str, layout: dict[str, int]) -> tuple[list[Served], l
                     device.wait(stream.mark())
             launch(name, *args, **how)
 
+        synchronize, threads = Event.synchronize, set[str]()
+
+        def wait(self: Event) -> None:
+            if sys._getframe(1).f_code.co_name == "result":  # of a batch
+                threads.add(threading.current_thread().name)
+            synchronize(self)
+
+        patch.setattr(Event, "synchronize", wait)
         patch.setattr(Lane, "_run", run_emulated)
         with MODE, LLM(Path(folder), device="cuda", dtype="float16", **POOL | layout) as llm:
             tokens = [complete(llm)]
             patch.setattr(device, "launch", load)
             tokens.append(drive(llm))
         waits = [place for place in device.syncs if " at medha/parallel" in place]
-        return tokens, device.faults, device.launches, waits
+        return tokens, device.faults, device.launches, waits, threads
