@@ -48,7 +48,7 @@ from medha.text import Tokenizer, load_tokenizer
 from medha.worker import shard
 from medha.worker.graphs import CudaGraphs, graph_sizes
 from medha.worker.runner import Runner
-from medha.worker.sizing import bytes_beside_kv, is_measured, num_kv_blocks, num_swap_blocks
+from medha.worker.sizing import bytes_beside_kv, num_kv_blocks, num_swap_blocks
 from medha.worker.transfer import TransferLine
 
 logger = logging.getLogger("medha")
@@ -144,7 +144,7 @@ def _build(config: EngineConfig, job: mesh.Job | None, timeline: Tracer | None) 
         most = min(max(config.scheduler.max_batch_tokens, limits.max_model_len), 1 << 24)
         config = _scheduling(config, max_batch_tokens=most)
     pools = _num_blocks(ranks, decodes, num_kv_blocks(config, own, limits.max_model_len))
-    num_host_blocks = _over_ranks(ranks, num_swap_blocks(config, own), ReduceOp.MIN)
+    num_host_blocks = mesh.over_ranks(ranks, num_swap_blocks(config, own), ReduceOp.MIN)
     _check_pools(config, pools[False], num_host_blocks)
     wanted, block_size = config.attention_backend, config.cache.block_size
     backend, why = shard.choose_backend(wanted, own.layer_shape, device, block_size=block_size, ranks=ranks)
@@ -158,7 +158,8 @@ def _build(config: EngineConfig, job: mesh.Job | None, timeline: Tracer | None) 
         # Loading may take far longer than a transfer may, so no group is used; whoever is missing is named.
         mesh.wait_for_all(job, "loaded", limit_s=_LOAD_LIMIT_S)
         links, lines = shard.make_links(ranks, own), share_lines(ranks, device)
-    if is_measured(config, device):
+    if device.type == "cuda" and config.cache.num_blocks is None and config.cache.memory_bytes is None:
+        # the KV pool takes what the rest leaves of the GPU
         beside = bytes_beside_kv(config, own, model, backend)
         pools = _num_blocks(ranks, decodes, num_kv_blocks(config, own, limits.max_model_len, beside=beside))
         num_blocks, gib = pools[decodes], beside / 2**30
@@ -214,11 +215,7 @@ def _build(config: EngineConfig, job: mesh.Job | None, timeline: Tracer | None) 
 def _num_blocks(ranks: mesh.Ranks | None, decodes: bool, num_blocks: int) -> list[int]:
     """KV blocks of each pool, by whether its rank is of a decode instance: as many as all ranks of that kind have room
     for, this one for ``num_blocks``; every rank calls it."""
-    return [_over_ranks(ranks, num_blocks if decodes == kind else 2**62, ReduceOp.MIN) for kind in (False, True)]
-
-
-def _over_ranks(ranks: mesh.Ranks | None, number: int, which: ReduceOp.RedOpType) -> int:
-    return number if ranks is None else mesh.over_ranks(ranks, number, which)
+    return [mesh.over_ranks(ranks, num_blocks if decodes == kind else 2**62, ReduceOp.MIN) for kind in (False, True)]
 
 
 def _check_pools(config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
@@ -297,7 +294,7 @@ def _with_swap(config: EngineConfig, runner: Runner, ranks: mesh.Ranks | None) -
     if runner.host is None:
         return _scheduling(config, num_swap_blocks=0, swap_block_s=0.0)
     num_blocks = runner.host.num_blocks
-    block_s = _over_ranks(ranks, round(runner.host.measure_block_s() * 1e9), ReduceOp.MAX) / 1e9
+    block_s = mesh.over_ranks(ranks, round(runner.host.measure_block_s() * 1e9), ReduceOp.MAX) / 1e9
     logger.info("host memory for %d KV blocks of each group; one moves in %.3g ms", num_blocks, 1e3 * block_s)
     return _scheduling(config, num_swap_blocks=num_blocks, swap_block_s=block_s)
 

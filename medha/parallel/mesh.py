@@ -262,8 +262,11 @@ def check_nodes(job: Job) -> None:
         raise ConfigError(f"{what}; accepted: both as torchrun sets them, without --virtual-local-rank")
 
 
-def over_ranks(ranks: Ranks, number: int, which: dist.ReduceOp.RedOpType) -> int:
-    """The least or the most (``ReduceOp.MIN``, ``MAX``) of the numbers that the ranks bring; every rank calls it."""
+def over_ranks(ranks: Ranks | None, number: int, which: dist.ReduceOp.RedOpType) -> int:
+    """The least or the most (``ReduceOp.MIN``, ``MAX``) of the numbers that the ranks bring, of one alone its own;
+    every rank calls it."""
+    if ranks is None:
+        return number
     found = torch.tensor([number], dtype=torch.int64)
     dist.all_reduce(found, op=which, group=ranks.report_group)
     return int(found)

@@ -23,11 +23,6 @@ from medha.worker.shard import ModelShard, wants_graphs
 _FALLBACK_MEMORY = 8 << 30
 
 
-def is_measured(config: EngineConfig, device: torch.device) -> bool:
-    """Whether the KV pool takes what the rest leaves of a GPU."""
-    return device.type == "cuda" and config.cache.num_blocks is None and config.cache.memory_bytes is None
-
-
 def num_kv_blocks(config: EngineConfig, shard: ModelShard, max_model_len: int, *, beside: int | None = None) -> int:
     """KV blocks in the pool, from whichever size the configuration gives; sizes in bytes are a rank's own.
 
