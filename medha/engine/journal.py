@@ -36,7 +36,17 @@ class Journal(Observer):
 
     def __init__(self, scheduler: Scheduler, file: TextIO) -> None:
         self._file = file
-        self._write(_head(scheduler))
+        config, predictor = scheduler.config, scheduler.predictor
+        check_recordable(config)
+        if any(num_seen for _, num_seen in predictor.learned.values()):
+            raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
+        predicts = {"max_tokens": predictor.max_tokens, "coefficients": json.loads(predictor.coefficients.to_json())}
+        dealing = None
+        if scheduler.planner is not None:
+            times, rates = scheduler.planner.times, scheduler.planner.rates
+            dealing = {"times": asdict(times), "rates": rates if isinstance(rates, float) else rates.to_json()}
+        head = {"format": FORMAT, "version": VERSION, "config": asdict(config), **scheduler.sizes}
+        self._write({**head, "predictor": predicts, "dealing": dealing})
 
     def added(self, request: SchedulerRequest, now_s: float | None, admitted: Admitted, name: str) -> None:
         """A request was queued."""
@@ -88,18 +98,3 @@ def check_recordable(config: SchedulerConfig, num_others: int = 0) -> None:
         raise ConfigError("a journal holds the decisions of one scheduler; accepted: without decode_replicas")
     if not isinstance(config.policy, str):
         raise ConfigError(f"policy={config.policy!r} cannot be recorded; accepted: a name, or 'package.module:name'")
-
-
-def _head(scheduler: Scheduler) -> dict[str, Any]:
-    """What a scheduler is, as a line of a journal."""
-    config, predictor = scheduler.config, scheduler.predictor
-    check_recordable(config)
-    if any(num_seen for _, num_seen in predictor.learned.values()):
-        raise ConfigError("a journal begins with a predictor that has learned nothing; this one has seen batches")
-    predicts = {"max_tokens": predictor.max_tokens, "coefficients": json.loads(predictor.coefficients.to_json())}
-    head = {"format": FORMAT, "version": VERSION, "config": asdict(config)}
-    dealing = None
-    if scheduler.planner is not None:
-        times, rates = scheduler.planner.times, scheduler.planner.rates
-        dealing = {"times": asdict(times), "rates": rates if isinstance(rates, float) else rates.to_json()}
-    return {**head, **scheduler.sizes, "predictor": predicts, "dealing": dealing}
