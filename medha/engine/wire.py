@@ -227,7 +227,8 @@ class TokenLine:
         last = max((row.writer for row in sampling_rows(batch, here)), default=here) + 1
         for group in range(here, max(here, min(last, self._ranks.config.kvp - 1)) + 1):
             slots = _slots_for(batch, here, group)
-            for rank in self._ranks.first_stage_ranks(group) if slots else ():
+            first_stage = self._ranks.of_groups([group])[: self._ranks.config.of_group(group).tp]
+            for rank in first_stage if slots else ():
                 if rank not in (0, self._ranks.rank) and not (group == here and self._runner.share):
                     found[rank] = slots
         return found

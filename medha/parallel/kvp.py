@@ -87,7 +87,8 @@ class Merge:
             rank, size = self.ranks[group], packed_bytes(told)
             if compare:
                 spans = [shared for shared, _ in parts if group in shared.groups]
-                meant = spans[0]._replace(digest=reduce(_joined, [shared.digest for shared in spans]))
+                digest = reduce(lambda one, next_one: (31 * one + next_one) % (1 << 32), [one.digest for one in spans])
+                meant = spans[0]._replace(digest=digest)  # of all, which in another order is another
                 digests.append((meant, group, self._compare(meant, rank)))
             memory = self.memory if size <= MOST_BYTES else None
             mine = told[0].new_empty(size, dtype=torch.uint8)
@@ -208,8 +209,3 @@ def shared_draws(batch: Batch) -> list[SharedDraw]:
             found.setdefault(row.span, []).append(end - 1)
     longest = {run[0]: run for run in sorted(found)}
     return [SharedDraw(range(run[0], run[1] + 1), found[run]) for run in longest.values()]
-
-
-def _joined(digest: int, following: int) -> int:
-    """One digest of two, which in the other order is another."""
-    return (31 * digest + following) % (1 << 32)

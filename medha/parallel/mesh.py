@@ -87,10 +87,6 @@ class Ranks:
         """The global rank that samples for a KV-parallel group: the first of its last stage."""
         return self.config.rank_of(stage=self.config.of_group(group).spp - 1, tp_rank=0, kvp_rank=group)
 
-    def first_stage_ranks(self, group: int) -> list[int]:
-        """Global ranks of the first stage of a KV-parallel group."""
-        return self.of_groups([group])[: self.config.of_group(group).tp]
-
     def of_groups(self, groups: Sequence[int]) -> list[int]:
         """The global ranks of some groups."""
         return [rank for rank in range(self.config.world_size) if self.config.coordinates(rank)[0] in groups]

@@ -42,6 +42,7 @@ class Digests:
     def __init__(self, group: dist.ProcessGroup, tag: int = _DIGESTS_TAG) -> None:
         self._group, self._tag = group, tag
         self._sends = Sends(group, tag, _DIGESTS_IN_FLIGHT)
+        self.drain = self._sends.drain  # waits for every send
 
     def send(self, batch_id: int, digest: int, rank: int) -> None:
         """Tell a rank."""
@@ -51,10 +52,6 @@ class Digests:
         """Post the receive of a rank's next; what is returned waits for it."""
         received = post_receive(torch.empty(2, dtype=torch.int64, device="cpu"), rank, self._group, self._tag)
         return lambda: received().tolist()
-
-    def drain(self) -> None:
-        """Wait for every send."""
-        self._sends.drain()
 
 
 def check_digest(ours: list[int], theirs: list[int], what: str) -> None:
