@@ -180,13 +180,13 @@ def parse_size(text: str) -> int:
 
 as_rate = text_read(number_or_text)
 """A number, or the name of a file."""
-_read_sp_sizes = text_read(lambda text: tuple(int(size) if size.isdecimal() else 0 for size in words(text)))
-"""``1,2,4`` as integers; 0 for a part that is none, which no check accepts."""
 
 
-def as_sp_sizes(name: str, value: Any) -> Any:
-    """A tuple of a list or of text."""
-    return tuple(value) if isinstance(value, list) else _read_sp_sizes(name, value)
+def as_sp_sizes(_: str, value: Any) -> Any:
+    """A tuple of a list, or of text as ``1,2,4``: 0 for a part that is no integer, which no check accepts."""
+    if isinstance(value, str):
+        value = [int(size) if size.isdecimal() else 0 for size in words(value)]
+    return tuple(value) if isinstance(value, list) else value
 
 
 def as_size(name: str, value: Any, example: str = "4GiB") -> Any:
