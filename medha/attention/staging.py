@@ -34,7 +34,7 @@ def views_of(buffer: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.
 def to_device(
     arrays: Sequence[npt.NDArray[Any]], device: torch.device, into: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Arrays of one axis on a device, in the order of the current stream; the host does not wait.
+    """Arrays on a device, in the order of the current stream; the host does not wait.
 
     Args:
         arrays: not changed before the copy is done; on the CPU the tensors share their memory.
@@ -47,7 +47,7 @@ def to_device(
     host = torch.empty(packed_bytes(arrays), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     flat, start = host.numpy(), 0
     for array in arrays:
-        flat[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
+        flat[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         start += array.nbytes + -array.nbytes % _ALIGNMENT
     buffer = torch.empty_like(host, device=device, pin_memory=False) if into is None else into[: len(host)]
     buffer.copy_(host, non_blocking=True)

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import AttentionBackend
 from medha.attention.merge import Partial
-from medha.attention.staging import record_event
+from medha.attention.staging import record_event, to_device
 from medha.batch import Batch
 from medha.cpu.decoder import PackedLinear
 from medha.models.decoder import Decoder, LayerAttendFn
@@ -47,7 +47,7 @@ from medha.records import Recorder
 from medha.worker.dealt import DealtRows, Move
 from medha.worker.graphs import CudaGraphs, DecodeGraphs, PieceGraphs, Ran
 from medha.worker.kv_cache import KVCache, copy_tokens
-from medha.worker.sampling import SlotSampling, draw, to_device
+from medha.worker.sampling import SlotSampling, draw
 from medha.worker.step import PendingStep, StepResult, phase
 from medha.worker.step_input import DeviceStep, Slots, StepInput
 from medha.worker.swap import HostCache, Wait
@@ -220,7 +220,8 @@ class Runner:
     def note_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Note tokens that another rank drew, int64 on the host, for the next decodes of these slots."""
         self._make_room(1 + max(slots))
-        self.last_tokens[to_device(np.array(slots), self.device)] = tokens.to(self.device, non_blocking=True)
+        (at,) = to_device([np.array(slots)], self.device)
+        self.last_tokens[at] = tokens.to(self.device, non_blocking=True)
 
     def chunk_ids(self, batch: Batch, *, decodes: bool = False) -> npt.NDArray[np.int32]:
         """The tokens of a batch's rows that are no decodes, in order, where prompts are kept; if ``decodes``, behind

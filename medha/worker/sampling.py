@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from medha.attention.staging import to_device
 from medha.params import SamplingParams
 
 Greedy = tuple[torch.Tensor, torch.Tensor]
@@ -116,7 +117,7 @@ def draw(
     rows = [row for row, (slot, index) in draws if slot.always_draws or index < slot.held_until]
     step = max(1, len(rows) if logits_SV.is_cuda else _LOGITS_AT_A_TIME // logits_SV.shape[-1])
     for part in (rows[first : first + step] for first in range(0, len(rows), step)):
-        at = to_device(np.array(part), logits_SV.device)
+        (at,) = to_device([np.array(part)], logits_SV.device)
         its_slots, its_indices = [slots[row] for row in part], [indices[row] for row in part]
         tokens_S[at] = _draw(logits_SV.index_select(0, at), its_slots, its_indices)
     _note_(tokens_S, finite_S, slots)
@@ -154,7 +155,7 @@ def _draw(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices: Seque
     numbers = uniforms([slot.seed for slot in slots], indices)
     rows = zip(wanted, tops, numbers, strict=True)
     table = [(p.is_greedy, 1.0 if p.is_greedy else p.temperature, top, p.top_p, p.min_p, u) for p, top, u in rows]
-    columns = to_device(np.array(table, np.float64).T[:, :, None], device)
+    (columns,) = to_device([np.array(table, np.float64).T[:, :, None]], device)
     greedy_D1, temperature_D1, top_k_D1, top_p_D1, min_p_D1, uniform_D1 = columns
 
     shares_DV = logits_DV.sub_(logits_DV.amax(dim=-1, keepdim=True)).div_(temperature_D1.float()).exp_()
@@ -220,8 +221,8 @@ def _penalise_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling]) -> None:
         return
     wanted = [slots[row].params for row in rows]
     table = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in wanted]
-    repetition_P1, frequency_P1, presence_P1 = to_device(np.array(table, np.float32).T[:, :, None], logits_DV.device)
-    at = to_device(np.array(rows), logits_DV.device)
+    columns, at = to_device([np.array(table, np.float32).T[:, :, None], np.array(rows)], logits_DV.device)
+    repetition_P1, frequency_P1, presence_P1 = columns
     values_PV, largest = logits_DV[at], torch.finfo(logits_DV.dtype).max
     seen_PV = torch.stack([_history(slots[row], values_PV) for row in rows])
     counts_PV = seen_PV & (_IN_PROMPT - 1)
@@ -237,15 +238,15 @@ def _constrain_(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices:
     early = [(r, slot) for r, (slot, index) in enumerate(zip(slots, indices, strict=True)) if index < slot.held_until]
     biases += [(r, token, -np.inf) for r, slot in early for token in slot.end_ids]
     if biases:
-        rows, ids, values = zip(*biases, strict=True)
-        at = tuple(to_device(np.array([rows, ids]), device))
-        logits_DV.index_put_(at, to_device(np.array(values, np.float32), device), accumulate=True)
+        *at, values = zip(*biases, strict=True)
+        rows, ids, added = to_device([*map(np.array, at), np.array(values, np.float32)], device)
+        logits_DV.index_put_((rows, ids), added, accumulate=True)
     allowed = [(r, token) for r, slot in enumerate(slots) for token in slot.params.allowed_token_ids or ()]
     if allowed:
-        rows, ids = to_device(np.array(allowed).T, device)
-        is_out_DV = torch.zeros_like(logits_DV, dtype=torch.bool)
         limited = [r for r, slot in enumerate(slots) if slot.params.allowed_token_ids]
-        is_out_DV[to_device(np.array(limited), device)] = True
+        rows, ids, some = to_device([*np.array(allowed).T, np.array(limited)], device)
+        is_out_DV = torch.zeros_like(logits_DV, dtype=torch.bool)
+        is_out_DV[some] = True
         is_out_DV[rows, ids] = False
         logits_DV.masked_fill_(is_out_DV, -torch.inf)
 
@@ -256,7 +257,7 @@ def _history(slot: SlotSampling, logits: torch.Tensor) -> torch.Tensor:
         counts = torch.bincount(torch.from_numpy(np.array(slot.output_ids, np.int64)), minlength=logits.shape[-1])
         if slot.prompt_ids is not None:
             counts[slot.prompt_ids.long()] += _IN_PROMPT
-        slot.history = to_device(counts.int().numpy(), logits.device)
+        (slot.history,) = to_device([counts.int().numpy()], logits.device)
     return slot.history
 
 
@@ -264,7 +265,7 @@ def _note_(tokens_S: torch.Tensor, finite_S: torch.Tensor, slots: Sequence[SlotS
     """Count the tokens drawn in the histories of requests that have one."""
     histories = {row: slot.history for row, slot in enumerate(slots) if slot.history is not None}
     if histories:
-        at = to_device(np.array(list(histories)), tokens_S.device)
+        (at,) = to_device([np.array(list(histories))], tokens_S.device)
         noted = torch.stack(list(histories.values())).scatter_add_(1, tokens_S[at, None], finite_S[at, None].int())
         torch._foreach_copy_(list(histories.values()), list(noted))
 
@@ -282,7 +283,7 @@ class _Logprobs(NamedTuple):
         rows = [(row, min(num_top, logits_SV.shape[-1])) for row, num_top in enumerate(wanted) if num_top is not None]
         if not rows:
             return None
-        at = to_device(np.array([row for row, _ in rows]), logits_SV.device)
+        (at,) = to_device([np.array([row for row, _ in rows])], logits_SV.device)
         logits_LV, tokens_L1 = logits_SV[at], tokens_S[at, None]
         logprobs_LV = torch.log_softmax(logits_LV, dim=-1)
         ranks_L1 = (logits_LV > logits_LV.gather(1, tokens_L1)).sum(dim=-1, keepdim=True) + 1
@@ -302,9 +303,3 @@ class _Logprobs(NamedTuple):
         for (row, num_top), values, (*ids, rank) in told:
             found[row] = tuple(zip(ids, values, [rank, *range(1, num_top + 1)], strict=False))
         return found
-
-
-def to_device(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A copy on the device that no kernel in flight is waited for."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
