@@ -27,7 +27,7 @@ import typer
 import typer.core
 from typer.models import OptionInfo
 
-from medha.config.engine_config import FOREIGN_OPTIONS, OPTION_ALIASES, is_flag, note_foreign
+from medha.config.engine_config import FOREIGN_OPTIONS, OPTION_ALIASES, note_foreign
 from medha.config.fields import parse_size
 from medha.errors import ConfigError, EngineDeadError, MedhaError, RequestError, exit_code
 from medha.parallel.launch import exit_at_once, has_agent, is_first_rank, is_launched, write_state
@@ -106,10 +106,11 @@ def _drop_foreign(args: list[str], at: int) -> bool:
     head, _, value = typed.partition("=")
     given = _SHORT_FOREIGN.get(head, head).removeprefix("--").replace("-", "_")
     name = given.removeprefix("no_")
-    if not is_flag(name) and not value and args[at:] and not args[at].startswith("--"):
+    is_flag = any(isinstance(one, bool) for one in FOREIGN_OPTIONS[name][0] or ())  # it stands without a value
+    if not is_flag and not value and args[at:] and not args[at].startswith("--"):
         value = args.pop(at)
         typed = f"{typed} {value}"
-    note = note_foreign(name, value if value or not is_flag(name) else name == given, typed)
+    note = note_foreign(name, value if value or not is_flag else name == given, typed)
     if is_first_rank():
         print("medha:", note, file=sys.stderr)
     return True

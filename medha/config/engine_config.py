@@ -250,8 +250,3 @@ def note_foreign(name: str, value: Any, typed: str) -> str:
     if idle is None or any(value is one or (type(value) is type(one) and value == one) for one in (None, *idle)):
         return f"{typed} changes nothing: {why}"
     raise ConfigError(f"{typed} is not among medha's options: {why}")
-
-
-def is_flag(name: str) -> bool:
-    """Whether an option of this table stands without a value in a command line."""
-    return any(isinstance(value, bool) for value in FOREIGN_OPTIONS[name][0] or ())
