@@ -171,7 +171,9 @@ def find_needle(setting: Setting, folder: Path, num_tokens: int, depth: float, s
             figures = {"found": found == wanted, "ttft_s": output.metrics.ttft}
             details = {"num_tokens": num_tokens, "depth": depth, **figures}
             row = Row("needle", what, repr(found), repr(wanted), PASS if found == wanted else FAIL, details=details)
-    return row, role.runner.slots.num_blocks * role.runner.cache.block_bytes
+    slots = role.runner.slots
+    num_blocks = sum(len(slots.blocks(slot)) for slot in range(len(slots.held)))
+    return row, num_blocks * role.runner.cache.block_bytes
 
 
 def memory_row(parallel: ParallelConfig, num_tokens: int, kv_bytes: Sequence[int | None]) -> Row:

@@ -82,11 +82,6 @@ class Slots:
         """The blocks of a request that lie here, int32."""
         return self._blocks[slot][: self._num_blocks[slot]] if slot < len(self._blocks) else _NONE
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of all requests that lie here."""
-        return int(self._num_blocks.sum())
-
     def prepare(self, batch: Batch) -> StepInput:
         """Apply the delta of this group's part of the next batch, and gather what its rows need.
 
