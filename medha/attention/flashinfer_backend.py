@@ -131,12 +131,12 @@ class FlashInferBackend(AttentionBackend):
 
     def _try_out(self, shape: LayerShape, device: torch.device, *, q_len: int) -> str | None:
         """Attend for a decode and a chunk of so many tokens; returns what went wrong."""
-        rows = AttentionRows.over([(1, [(0, 1)], True), (q_len, [(0, q_len)], True)], self.block_size)
-        num_tokens = -(-q_len // self.block_size) * self.block_size
+        pages, lens = np.arange(-(-q_len // self.block_size), dtype=np.int32), np.array([1, q_len])
+        rows = AttentionRows.of(lens, lens, np.array([True, True]), [pages, pages], self.block_size)
 
         def attend() -> None:
             q_TNH = torch.zeros(1 + q_len, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
-            pool_PKH = q_TNH.new_zeros(num_tokens, shape.num_kv_heads, shape.head_dim)
+            pool_PKH = q_TNH.new_zeros(len(pages) * self.block_size, shape.num_kv_heads, shape.head_dim)
             self.run(q_TNH, pool_PKH, pool_PKH.clone(), self.plan(rows))
 
         return wrong_with(attend, device)

@@ -55,20 +55,6 @@ class AttentionRows:
         pages = np.concatenate(used) if used else np.empty(0, np.int32)
         return cls(indptr(q_len), kv_len, causal, page_size, pages, indptr(num_pages))
 
-    @classmethod
-    def over(cls, rows: Sequence[tuple[int, Sequence[tuple[int, int]], bool]], page_size: int) -> AttentionRows:
-        """Rows given as (queries, (first pool token, count) runs of keys, whether causal).
-
-        Every run begins with a page, and but for a row's last one ends with one.
-        """
-        tables = []
-        for _, runs, _ in rows:
-            pages = [np.arange(at // page_size, -(-(at + count) // page_size)) for at, count in runs]
-            tables.append(np.concatenate([np.empty(0, np.int32), *pages]).astype(np.int32))
-        kv_len = np.array([sum(count for _, count in runs) for _, runs, _ in rows], np.int64)
-        q_len, causal = np.array([row[0] for row in rows], np.int64), np.array([row[2] for row in rows], bool)
-        return cls.of(q_len, kv_len, causal, tables, page_size)
-
     def __len__(self) -> int:
         return len(self.kv_len)
 

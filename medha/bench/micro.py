@@ -84,7 +84,9 @@ def attention(options: AttentionOptions) -> Report:
         """A context is one run of adjacent blocks, which is what the allocator aims at."""
         generator = torch.Generator(device).manual_seed(chunk)
         q_TNH = torch.randn(chunk, model.num_heads, model.head_dim, generator=generator, device=device).to(dtype)
-        plan = backend.plan(AttentionRows.over([(chunk, ((0, kv_len),), True)], _BLOCK_SIZE))
+        pages = np.arange(-(-kv_len // _BLOCK_SIZE), dtype=np.int32)
+        row = AttentionRows.of(np.array([chunk]), np.array([kv_len]), np.array([True]), [pages], _BLOCK_SIZE)
+        plan = backend.plan(row)
         run = torch.inference_mode()(partial(backend.run, q_TNH, cache.k[0], cache.v[0], plan))
         return timed(run, device)
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
@@ -40,7 +41,7 @@ _SEGMENTS = {
 def attention_rows(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
     """Output and log-sum-exp of the backend in a dtype, over decodes, chunks, shards and head counts."""
     errors: dict[str, list[tuple[float, float]]] = {"output": [], "log-sum-exp": []}  # and their limits
-    plan = AttentionRows.over(list(_SEGMENTS.values()), _BLOCK)
+    plan = rows_over(list(_SEGMENTS.values()), _BLOCK)
     for N, K, H in _HEADS:
         shape = LayerShape(N, K, H, dtype)
         cache = KVCache(shape, num_layers=1, num_blocks=_POOL_BLOCKS, block_size=_BLOCK, device=device)
@@ -96,8 +97,22 @@ def cut(num_keys: int, count: int) -> list[tuple[int, int]]:
 def shard_attention(backend: AttentionBackend, qkv: Tensors, start: int, end: int) -> Partial:
     """Attention over one shard; causal on the last, which has the queries' own keys."""
     q_TNH, k_SKH, v_SKH = qkv
-    row = AttentionRows.over([(len(q_TNH), ((start, end - start),), end == len(k_SKH))], _SHARD_PAGE)
+    row = rows_over([(len(q_TNH), ((start, end - start),), end == len(k_SKH))], _SHARD_PAGE)
     return backend.run(q_TNH, k_SKH, v_SKH, backend.plan(row))
+
+
+def rows_over(rows: Sequence[tuple[int, Sequence[tuple[int, int]], bool]], page_size: int) -> AttentionRows:
+    """Rows given as (queries, (first pool token, count) runs of keys, whether causal).
+
+    Every run begins with a page, and but for a row's last one ends with one.
+    """
+    tables = []
+    for _, runs, _ in rows:
+        pages = [np.arange(at // page_size, -(-(at + count) // page_size)) for at, count in runs]
+        tables.append(np.concatenate([np.empty(0, np.int32), *pages]).astype(np.int32))
+    kv_len = np.array([sum(count for _, count in runs) for _, runs, _ in rows], np.int64)
+    q_len, causal = np.array([row[0] for row in rows], np.int64), np.array([row[2] for row in rows], bool)
+    return AttentionRows.of(q_len, kv_len, causal, tables, page_size)
 
 
 def dense_attention(q_LNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, *, causal: bool) -> Partial:

@@ -155,7 +155,8 @@ class DecodeGraphs:
 
     def _capture(self, maker: CudaGraphs, size: int) -> _Graph:
         attention = FixedDecodes(self._backend, self._cache.shape, size, self._pages)
-        rows = AttentionRows.over([], self._cache.block_size)
+        none = np.empty(0, np.int64)
+        rows = AttentionRows.of(none, none, none > 0, [], self._cache.block_size)
         self._fill(StepInput(Batch(0, ()), own=rows), size, attention)
         out, (replay,) = maker.capture(lambda cut: self._forward(size, attention))
         return _Graph(out, replay, attention)

@@ -18,6 +18,7 @@ from medha.attention.interface import AttentionRows, LayerShape
 from medha.attention.staging import to_device
 from medha.attention.torch_backend import TorchBackend
 from medha.errors import ConfigError
+from medha.verify.kernels import rows_over
 from medha.worker.shard import choose_backend
 from tests.attention.reference import QKV, assert_rows_close
 from tests.attention.test_torch_backend import Model, Shape, build, make_flashinfer, run
@@ -235,4 +236,4 @@ def test_fa3_is_tried_with_a_chunk_that_runs_in_it(num_sms: int, heads: int) -> 
     backend = FlashInferBackend(None, block_size=16, num_sms=num_sms, has_fa3=True)
     least = backend._fa3_tokens(LayerShape(heads, 8, 128, torch.bfloat16))
     for q_len, kernel in ((least, "fa3"), (least - 1, "fa2")):
-        assert backend.kernels_of(AttentionRows.over([(q_len, [(0, q_len)], True)], 16), heads) == [kernel]
+        assert backend.kernels_of(rows_over([(q_len, [(0, q_len)], True)], 16), heads) == [kernel]

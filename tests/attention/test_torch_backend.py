@@ -16,7 +16,7 @@ from medha.attention.cpu_backend import CpuBackend
 from medha.attention.flashinfer_backend import FlashInferBackend
 from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
 from medha.attention.torch_backend import TorchBackend
-from medha.verify.kernels import dense_attention, largest_error
+from medha.verify.kernels import dense_attention, largest_error, rows_over
 from medha.worker.shard import choose_backend
 from tests.attention.reference import QKV, Result, assert_all_close, assert_rows_close, visible
 from tests.cuda.kernels import make_api
@@ -101,7 +101,7 @@ def build(
         return pool_PKH
 
     q_TNH = model.sharpness * normal(sum(shape.q_len for shape in batch), model.num_heads, H)
-    return (q_TNH, pool(), pool()), AttentionRows.over(rows, page_size)
+    return (q_TNH, pool(), pool()), rows_over(rows, page_size)
 
 
 def make_flashinfer(*, block_size: int = 256, num_sms: int = 4, has_fa3: bool = False) -> FlashInferBackend:
@@ -157,7 +157,7 @@ def test_queries_may_have_any_strides() -> None:
 
 def test_rows_of_runs() -> None:
     """What the kernels are planned by: pages adjacent in position order, and what fills a graph's batch up."""
-    rows = AttentionRows.over([(1, [(512, 512), (0, 100)], True), (9, [(1024, 256)], False), (2, [], False)], 256)
+    rows = rows_over([(1, [(512, 512), (0, 100)], True), (9, [(1024, 256)], False), (2, [], False)], 256)
     whole = rows.filled_up(5, 77)
     for one, q_indptr, kv_len, causal, pages, page_indptr in (
         (rows, [0, 1, 10, 12], [612, 256, 0], [True, False, False], [2, 3, 0, 4], [0, 3, 4, 4]),
@@ -178,7 +178,7 @@ def test_attention_over_millions_of_keys_is_as_exact_as_over_few(name: str, q_le
     k_PKH, v_PKH = torch.randn(2, num_keys, 1, 16, generator=torch.Generator().manual_seed(1))
     v_PKH += 2.0
     q_TNH = torch.randn(q_len, 1, 16, generator=torch.Generator().manual_seed(2))
-    rows = AttentionRows.over([(q_len, [(0, num_keys)], True)], 256)
+    rows = rows_over([(q_len, [(0, num_keys)], True)], 256)
     backend, _ = choose_backend(name, LayerShape(1, 1, 16, torch.float32), torch.device("cpu"), block_size=256)
     got = run((q_TNH, k_PKH, v_PKH), rows, backend)
     for found, wanted in zip(got, dense_attention(q_TNH, k_PKH, v_PKH, causal=True), strict=True):
@@ -188,7 +188,7 @@ def test_attention_over_millions_of_keys_is_as_exact_as_over_few(name: str, q_le
 @pytest.mark.parametrize(("q_len", "kv_len"), [(2, 1), (70, 69), (5, 0), (1, 0)])
 def test_a_causal_row_needs_as_many_keys_as_queries(q_len: int, kv_len: int) -> None:
     with pytest.raises(ValueError, match=rf"causal row of {q_len} quer.*got {kv_len}"):
-        AttentionRows.over([(1, [(0, 3)], True), (q_len, [(3, kv_len)], True)], 1)
+        rows_over([(1, [(0, 3)], True), (q_len, [(3, kv_len)], True)], 1)
 
 
 # -- torchBackend ----------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_company_does_not_change_a_bit(dtype: torch.dtype) -> None:
     for row, shape in enumerate(batch):
         at = slice(*rows.q_indptr[row : row + 2].tolist())
         keys = [(token, 1) for token in visible(rows, row)[0].tolist()]
-        alone = run((qkv[0][at], *qkv[1:]), AttentionRows.over([(shape.q_len, keys, shape.causal)], 1))
+        alone = run((qkv[0][at], *qkv[1:]), rows_over([(shape.q_len, keys, shape.causal)], 1))
         assert all(torch.equal(x[at], y) for x, y in zip(together, alone, strict=True))
 
 
