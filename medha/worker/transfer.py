@@ -156,7 +156,7 @@ class TransferLine:
                 if self._ranks.group == target:
                     self._receipts.send(batch.batch_id, batch.digest(), 0)
             except Exception as error:
-                self._failed(error)
+                tell_failure(self._ranks.monitor, error, "a hand-over")
 
         self._lane.submit(run)
 
@@ -197,7 +197,7 @@ class TransferLine:
                 try:
                     theirs = received()
                 except Exception as error:
-                    raise RankFailedError(self._failed(error)) from None
+                    raise RankFailedError(tell_failure(self._ranks.monitor, error, "a hand-over")) from None
                 check_digest([batch.batch_id, batch.digest()], theirs, f"rank {rank} took over")
 
         return self._awaited[target].submit(wait)
@@ -208,6 +208,3 @@ class TransferLine:
         self._receipts.drain()
         for lane in (self._lane, *self._awaited.values()):
             lane.close()
-
-    def _failed(self, error: Exception) -> str:
-        return tell_failure(self._ranks.monitor, error, "a hand-over")
