@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -31,8 +29,7 @@ class _WholeWrites(io.FileIO):
         return memoryview(data).nbytes
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[TextIO]:
+def opened(path: Path) -> TextIO:
     """Open an output file without changing it yet, so that one that cannot be written is found before the run.
 
     Each line goes to the file as it is written, whole or not at all.
@@ -41,25 +38,7 @@ def opened(path: Path) -> Iterator[TextIO]:
         raw: Any = _WholeWrites(str(path), "a")
     except OSError as error:
         raise ConfigError(f"output file {path}: {error.strerror}") from error
-    with io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True) as file:
-        yield file
-
-
-@contextmanager
-def replacing(path: Path, what: str) -> Iterator[Path]:
-    """Within, write a file that takes the place of a former one when it is whole. A device, a pipe or a link stays what
-    it is and is written to. ConfigError, which calls it ``what``, where it cannot be written."""
-    in_place = os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path))
-    part = path if in_place else path.with_name(path.name + ".partial")
-    try:
-        yield part
-        part.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be written: {error.strerror}") from error
-    finally:
-        if not in_place:
-            with suppress(OSError):
-                part.unlink()
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def emptied(file: TextIO) -> TextIO:

@@ -28,7 +28,7 @@ from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
-from medha.cli.files import replacing
+from medha.cli.replacing import replacing
 from medha.errors import ConfigError
 from medha.parallel.launch import cpu_name, read_launch
 

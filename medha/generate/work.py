@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from medha.cli.command import check_apart
-from medha.cli.files import replacing
 from medha.cli.options import SAMPLING
+from medha.cli.replacing import replacing
 from medha.config import EngineConfig
 from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import STDIN, read_input, read_requests

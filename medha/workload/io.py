@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
-from medha.cli.files import replacing
+from medha.cli.replacing import replacing
 from medha.errors import ConfigError
 from medha.workload.formats import CHARS_PER_TOKEN, FORMATS, Fields, Format, RowError, medha_line, recognised
 from medha.workload.trace import COLUMNS, NORMAL, Row, Trace, TraceFormatError
