@@ -106,16 +106,14 @@ class Play:
         instance.scheduler.arrived(instance.coming.pop(slot), wanted=True)
 
     def _done(self, side: Side, batch: Batch, busy_s: float, now_s: float) -> None:
-        drawn = [row.slot for row in batch.rows if row.samples]
         is_first, results = side is self.prefills, []
-        for slot in drawn:
+        for slot in [row.slot for row in batch.rows if row.samples]:
             self.tokens_s.setdefault(slot, []).append(now_s)
             ends = len(self.tokens_s[slot]) == self._wanted[slot].max_new_tokens
             results.append((slot, int(ends or not is_first), ends))
         side[0].complete(batch, now_s, results, busy_s)
-        for slot, _, ends in results if is_first else ():
-            if not ends:
-                self.waits.keep(side[0], self._wanted[slot])
+        for slot in [slot for slot, _, ends in results if is_first and not ends]:
+            self.waits.keep(side[0], self._wanted[slot])
 
 
 def played(prefills: Replica, trace: Trace, *, gbit: float, buffers: int, num_instances: int = 2, tp: int = 8) -> Play:

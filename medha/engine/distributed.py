@@ -143,18 +143,15 @@ class DrivingRunner:
         posted = {group: self._reports.post(parts[group], group) for group in concerned}
         if self._in_turn:
             step = self.runner.prepare(parts[0], ids[0])
-            own = partial(_read, partial(self._tokens.run, step))
-            return PendingStep(partial(self._completed, batch, [own, *posted.values()]))
+            return PendingStep(partial(self._completed, batch, [partial(self._tokens.run, step), *posted.values()]))
         reports = {group: self._awaited[group].submit(report) for group, report in posted.items()}
         if 0 in reports:
             self._tokens.take_from(reports[0], parts[0])
         futures: list[Future[Any]] = [*reports.values()]
-        results: list[Callable[[], StepResult | None]] = [future.result for future in reports.values()]
         if 0 in parts:
             step = self.runner.prepare(parts[0], ids[0])
-            futures.append(self._own.submit(partial(self._tokens.run, step)))
-            results.insert(0, partial(_read, futures[-1].result))
-        pending = PendingStep(partial(self._completed, batch, results))
+            futures.insert(0, self._own.submit(partial(self._tokens.run, step)))
+        pending = PendingStep(partial(self._completed, batch, [future.result for future in futures]))
         if self.news is None:
             return pending
         wake = self.news.set
@@ -212,14 +209,15 @@ class DrivingRunner:
                     opened.append(encode_sampling(row.slot, sampling))
         return opened
 
-    def _completed(self, batch: Batch, parts: Sequence[Callable[[], StepResult | None]]) -> StepResult:
+    def _completed(self, batch: Batch, parts: Sequence[Callable[[], StepResult | PendingStep | None]]) -> StepResult:
         """Wait for a batch, with lanes one that is done, else the oldest in the pipeline: for what rank 0 itself
         sampled, and the reports of the groups that it concerns; raises as :meth:`submit`."""
         with failures_named(self.ranks.monitor, batch):
             if self.news is not None and self.ranks.monitor.has_failure:  # what it waits for may never come
                 raise RankFailedError(self.ranks.monitor.first_error() or "a rank has failed")
             self._awaits = True
-            results = [result for part in parts if (result := part()) is not None]
+            ran = [its for part in parts if (its := part()) is not None]
+            results = [its.result() if isinstance(its, PendingStep) else its for its in ran]
             self._awaits = self.news is not None
         rows = tuple(row for result in results for row in result.rows)
         sampled = [token for result in results for token in result.sampled]
@@ -389,12 +387,6 @@ class Follower:
         error = EngineDeadError(f"{what}; accepted: the same calls on every rank")
         give_up(self.ranks.monitor, error)
         raise error
-
-
-def _read(run: Callable[[], PendingStep | None]) -> StepResult | None:
-    """What a rank's own part of a batch has produced, once it ran; None where nothing is drawn on it."""
-    pending = run()
-    return None if pending is None else pending.result()
 
 
 def _leave(part: DrivingRunner | Follower) -> None:

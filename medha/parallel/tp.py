@@ -72,16 +72,6 @@ def all_reduce_over(group: dist.ProcessGroup, memory: SharedMemory | None = None
     return all_reduce
 
 
-def broadcast_over(group: dist.ProcessGroup) -> Collective:
-    """A function that fills a tensor with that of the first rank of ``group``, and returns it; every rank calls it."""
-
-    def broadcast(x: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(x, group=group, group_src=0)
-        return x
-
-    return broadcast
-
-
 def all_gather_over(group: dist.ProcessGroup, memory: SharedMemory | None = None) -> Collective:
     """A function that puts [S, W] of every rank of ``group`` side by side, [S, size * W]; every rank calls it. As of
     :func:`all_reduce_over`."""

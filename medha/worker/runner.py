@@ -21,7 +21,7 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +42,6 @@ from medha.models.layers import cos_sin, inverse_frequencies
 from medha.parallel.kvp import Merge, shared_rows
 from medha.parallel.ring import Ring, buffer_of
 from medha.parallel.spp import StagePipe
-from medha.parallel.tp import Collective
 from medha.records import Recorder
 from medha.worker.dealt import DealtRows, Move
 from medha.worker.graphs import CudaGraphs, DecodeGraphs, PieceGraphs, Ran
@@ -64,7 +63,7 @@ class Runner:
     _: KW_ONLY
     pipe: StagePipe | None = None  # where hidden states come from and go to; None when the whole model is here
     samples: bool = True  # whether this rank draws tokens; it must hold the head
-    share: Collective | None = None  # gives ranks that embed them the tokens drawn; all of them call it
+    share: Callable[[torch.Tensor], Any] | None = None  # fills it with the tokens drawn, on each rank that embeds them
     group: int = 0  # the KV-parallel one
     merge: Merge | None = None  # over KV-parallel groups, if there are several
     host: HostCache | None = None  # where blocks are swapped to; None if they never are
@@ -189,7 +188,9 @@ class Runner:
                 if self.samples:
                     drawing = draw(out, *self._draws(step), greedy)
                 tokens = torch.empty_like(slots, dtype=torch.int64) if drawing is None else drawing.tokens
-                self.last_tokens[slots] = tokens if self.share is None else self.share(tokens)
+                if self.share is not None:
+                    self.share(tokens)
+                self.last_tokens[slots] = tokens
         record = self.recorder.end(batch)
         if not self.samples:
             return None

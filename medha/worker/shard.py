@@ -31,7 +31,7 @@ from medha.parallel.launch import Launch
 from medha.parallel.mesh import Ranks, wait_for_all
 from medha.parallel.shared_memory import share_memory
 from medha.parallel.spp import Digests, StagePipe
-from medha.parallel.tp import all_gather_over, all_reduce_over, broadcast_over, local_slices, parallelize_
+from medha.parallel.tp import all_gather_over, all_reduce_over, local_slices, parallelize_
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.swap import HostCache
@@ -130,7 +130,7 @@ def make_links(ranks: Ranks, shard: ModelShard) -> dict[str, Any]:
         merge.warm(shard.device)
     pipe.warm()
     is_to_share = shard.device.type == "cuda" and shard.tp > 1 and ranks.layout.spp == 1
-    share = broadcast_over(ranks.tp_group) if is_to_share else None  # no host, and so no next batch, waits for a token
+    share = partial(dist.broadcast, group=ranks.tp_group, group_src=0) if is_to_share else None  # of the sampling rank
     return {"pipe": pipe, "merge": merge, "samples": ranks.is_sampler, "group": ranks.group, "share": share}
 
 

@@ -21,7 +21,7 @@ from tests.cuda.device import Device, Event
 from tests.cuda.serving import POOL, SWAP, Served, add_all, complete, drive, serve
 from tests.cuda.tensors import MODE, Everywhere
 from tests.engines import Preemptions, drained
-from tests.parallel.workers import WorkerPool
+from tests.parallel.workers import WorkerPool, num_ranks
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -137,16 +137,17 @@ def test_a_profile_times_both_ends_of_a_merge(device: Device) -> None:
     assert [what for what, _, _ in meter._calls] == ["merge"] * 3
 
 
-@pytest.mark.parametrize(
-    "layout", [{"kvp": 2, "max_kv_per_group": 96}, {"spp": 2}, {"tp": 2}], ids=lambda o: next(iter(o))
-)
-def test_two_ranks(model: Path, expected: Served, workers: WorkerPool, layout: dict[str, int]) -> None:
+KVP = {"kvp": 2, "max_kv_per_group": 96}
+
+
+@pytest.mark.parametrize("layout", [KVP, {"spp": 2}, {"tp": 2}, pytest.param(KVP | {"tp": 2}, marks=pytest.mark.slow)])
+def test_several_ranks(model: Path, expected: Served, workers: WorkerPool, layout: dict[str, int]) -> None:
     """In a call of all ranks, and where rank 0 drives the engine. What launches batches waits for no token where all
     that embed it draw it, or are given it on the device."""
     kernels.import_flashinfer()
-    found = workers.run(serve_on_ranks, 2, str(model), layout)
+    found = workers.run(serve_on_ranks, num_ranks(layout), str(model), layout)
     assert found[0][0] == [expected, expected]
-    if "tp" in layout:
+    if layout == {"tp": 2}:
         assert found[0][4] == {"MainThread"}  # not what launches
         assert found[1][4] == set()
     for _, faults, launches, waits, _ in found:
@@ -193,6 +194,7 @@ def serve_on_ranks(
         patch.setattr(Event, "synchronize", wait)
         patch.setattr(Lane, "_run", run_emulated)
         with MODE, LLM(Path(folder), device="cuda", dtype="float16", **POOL | layout) as llm:
+            assert not llm.is_driver or llm.engine.scheduler.depth > 1  # one runs, and one is launched behind it
             tokens = [complete(llm)]
             patch.setattr(device, "launch", load)
             tokens.append(drive(llm))
