@@ -381,17 +381,14 @@ def work(text):
         (output,) = llm.generate(text, SamplingParams(temperature=0.0, max_tokens=16))
         print(f"{output.outputs[0].token_ids}\n", end="")
 both = threading.Barrier(2)
-for text in sys.argv[3:]:
-    if sys.argv[2] == "thread":
-        threading.Thread(target=work, args=(text,)).start()
-    else:
-        ThreadPoolExecutor(1).submit(work, text)
+threading.Thread(target=work, args=(sys.argv[2],)).start()
+ThreadPoolExecutor(1).submit(work, sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("kind", ["thread", "executor"])
-def test_threads_that_outlive_the_main_script(bytes_model: Model, expected: Tokens, kind: str) -> None:
-    done = run_python("-c", OUTLIVING, bytes_model.folder, kind, *TEXTS[:2])
+def test_threads_that_outlive_the_main_script(bytes_model: Model, expected: Tokens) -> None:
+    """One of its own and one of an executor's, which the interpreter waits for in different ways."""
+    done = run_python("-c", OUTLIVING, bytes_model.folder, *TEXTS[:2])
     assert sorted(done.stdout.splitlines()) == sorted(map(str, expected[:2] * 3)), done.stderr
 
 
@@ -543,6 +540,7 @@ class InterruptAtLine:
         if event == "line" and self.is_inside:
             self.left -= 1
             if self.left == 0:
+                sys.settrace(None)  # what comes now runs at full speed
                 self.interrupt()
         return self
 
@@ -584,7 +582,7 @@ def test_interrupt_at_any_line(
     """Half-done changes of the scheduler's or a request's state must not outlive the interrupt.
 
     Each of the first lines at one depth or the other, by turns: the same lines of a step run at both."""
-    params = SamplingParams(temperature=0.0, max_tokens=2, stop="none of these bytes")
+    texts, params = TEXTS[:2], SamplingParams(temperature=0.0, max_tokens=2, stop="none of these bytes")
     with small(bytes_model, depth=depth, chunk_size=16) as llm:
         number, num_interrupts = depth, 0
         while True:
@@ -592,7 +590,7 @@ def test_interrupt_at_any_line(
             number += 2 if number < 300 else 53
             try:
                 with tracer:
-                    llm.generate(TEXTS, params)
+                    llm.generate(texts, params)
             except (KeyboardInterrupt, TooLateError) as error:
                 num_interrupts += 1
                 for output in error.outputs:  # type: ignore[union-attr]
@@ -602,8 +600,8 @@ def test_interrupt_at_any_line(
             if tracer.left > 0:
                 break
             if number % 5 == 0:
-                assert token_ids(llm.generate(TEXTS, params)) == [tokens[:2] for tokens in expected]
-    assert num_interrupts > (250 if method == "advance" else 100)
+                assert token_ids(llm.generate(texts, params)) == [tokens[:2] for tokens in expected[:2]]
+    assert num_interrupts > (200 if method == "advance" else 100)
 
 
 def test_a_second_interrupt_at_any_line_of_what_follows_the_first(
