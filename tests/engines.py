@@ -25,7 +25,6 @@ from medha.models.decoder import Decoder
 from medha.models.hf_config import load_model_config
 from medha.outputs import RequestOutput
 from medha.params import SamplingParams
-from medha.sched.decision import Decision, Observer
 from medha.sched.scheduler import Scheduler
 from medha.text import Tokenizer
 from medha.timeline import Timeline
@@ -98,22 +97,6 @@ def submitted(engine: Engine) -> list[Batch]:
     submit = engine.runner.submit
     engine.runner.submit = lambda batch: (batches.append(batch), submit(batch))[1]
     return batches
-
-
-class Preemptions(Observer):
-    """Counts who was preempted and who of them swapped."""
-
-    num_preemptions = num_swaps = 0
-
-    @classmethod
-    def of(cls, engine: Engine) -> Preemptions:
-        """Count those of an engine from now on."""
-        engine.observers.append(counts := cls())
-        return counts
-
-    def scheduled(self, now_s: float, decision: Decision) -> None:
-        self.num_preemptions += len(decision.preempted)
-        self.num_swaps += sum(preempted.swapped_tokens > 0 for preempted in decision.preempted)
 
 
 class Late(HostCache):

@@ -7,23 +7,17 @@ from hypothesis import given, settings, strategies as st
 
 from medha.batch import Batch, Copy, Deal, Extent, Row, Shared, Swap, shifts
 
-BATCH = Batch(
-    batch_id=7,
-    rows=(Row(2, 40, 1, True, True), Row(0, 0, 16, False, False), Row(1, 16, 4, False, True)),
-    extents=(Extent(0, 5, 2), Extent(1, 9, 1)),
-    frees=(3, 4),
-)
 FULL = Batch(
     batch_id=8,
     rows=(
         Row(5, 900, 1, True, True, 1, 3),
-        Row(6, 40, 1, True, True, 2, 1),
+        Row(6, 40, 1, True, True),
         Row(4, 20, 11, False, True, 1, 2, True),
         Row(0, 64, 16, False, False, 0, 2),
         Row(1, 0, 4, False, True, 3, 1),
     ),
     extents=(Extent(0, 5, 2, 1), Extent(1, 0, 1, 3), Extent(4, 6, 1, 2), Extent(2, 4, 1)),
-    frees=(9,),
+    frees=(9, 3),
     swaps_out=(Swap(0, 8, 0, 2), Swap(1, 5, 7, 1)),
     swaps_in=(Swap(0, 3, 2, 3),),
     shared=(Shared(7, 1, 64, 32),),
@@ -41,17 +35,9 @@ BATCHES = st.builds(
     Batch, INT32, ROWS, EXTENTS, FREES, NONE | SWAPS, NONE | SWAPS, NONE | SHARES, NONE | COPIES, NONE, st.none()
 )
 PRINTED = """\
-batch 7: 3 rows, 21 tokens
-  slot 2 decode [40]
-  slot 0 prefill [0:16]
-  slot 1 prefill [16:20] last
-  slot 0 + blocks [5:7]
-  slot 1 + blocks [9:10]
-  slot 3 freed
-  slot 4 freed
 batch 8: 5 rows, 33 tokens
   slot 5 decode [900] on groups 1-3
-  slot 6 decode [40] on group 2
+  slot 6 decode [40]
   slot 4 prefill [20:31] last dealt to groups 1-2
   slot 0 prefill [64:80] on groups 0-1
   slot 1 prefill [0:4] last on group 3
@@ -60,6 +46,7 @@ batch 8: 5 rows, 33 tokens
   slot 4 + blocks [6:7] of group 2
   slot 2 + blocks [4:5]
   slot 9 freed
+  slot 3 freed
   out: blocks [8:10], host blocks [0:2]
   out: blocks [5:6], host blocks [7:8] of group 1
   in: blocks [3:6], host blocks [2:5]
@@ -71,11 +58,11 @@ batch 0: 0 rows, 0 tokens"""
 
 
 def test_printing_moves_and_runs() -> None:
-    assert "\n".join(map(str, (BATCH, FULL, Batch(0, ())))) == PRINTED
-    assert FULL.moves and not BATCH.moves
+    assert "\n".join(map(str, (FULL, Batch(0, ())))) == PRINTED
+    assert FULL.moves and not Batch(0, FULL.rows, FULL.extents, FULL.frees).moves
     assert [FULL.num_moved_blocks(group) for group in range(3)] == [5, 1, 0]
     runs = [(row.span, row.writer, row.is_shared) for row in FULL.rows if not row.is_dealt]
-    assert runs == [((1, 3), 3, True), ((2, 2), 2, False), ((0, 1), 1, True), ((3, 3), 3, False)]
+    assert runs == [((1, 3), 3, True), ((0, 0), 0, False), ((0, 1), 1, True), ((3, 3), 3, False)]
     assert FULL.groups == {0, 1, 2, 3}
 
 
@@ -98,19 +85,24 @@ def test_parts_make_the_whole(runs: list[tuple[int, int]], holders: list[int]) -
 
 def test_layout_of_the_integers() -> None:
     # Ranks of different builds must agree on it: header, rows (flags: 1 decode, 2 samples, 4 dealt), frees, the rest.
-    header = (7, 3, 2, 2, 0, 0, 0, 0, 0)
-    rows = [*(2, 40, 1, 3, 0, 1), *(0, 0, 16, 0, 0, 1), *(1, 16, 4, 2, 0, 1)]
-    assert BATCH.to_ints() == array("i", [*header, *rows, *(3, 4), *(0, 5, 2, 0), *(1, 9, 1, 0)])
-    rows = [*(5, 900, 1, 3, 1, 3), *(6, 40, 1, 3, 2, 1), *(4, 20, 11, 6, 1, 2)]
-    assert FULL.to_ints()[:27] == array("i", [*(8, 5, 1, 4, 2, 1, 1, 1, 2), *rows])
+    header = (8, 5, 2, 4, 2, 1, 1, 1, 2)
+    rows = [
+        *(5, 900, 1, 3, 1, 3),
+        *(6, 40, 1, 3, 0, 1),
+        *(4, 20, 11, 6, 1, 2),
+        *(0, 64, 16, 0, 0, 2),
+        *(1, 0, 4, 2, 3, 1),
+    ]
+    extents = [*(0, 5, 2, 1), *(1, 0, 1, 3), *(4, 6, 1, 2), *(2, 4, 1, 0)]
     moves = [*(0, 8, 0, 2), *(1, 5, 7, 1), *(0, 3, 2, 3), *(7, 1, 64, 32), *(1, 3, 4, 16)]
-    assert FULL.to_ints()[-28:] == array("i", [*moves, *(4, 1, 20, 10), *(4, 2, 0, 10)])
+    deals = [*(4, 1, 20, 10), *(4, 2, 0, 10)]
+    assert FULL.to_ints() == array("i", [*header, *rows, *(9, 3), *extents, *moves, *deals])
     assert Batch.from_ints(FULL.to_ints()) == FULL
 
 
 def test_a_dealt_row() -> None:
     parts = [FULL.part_of(group) for group in range(3)]
-    assert [part.num_tokens for part in parts] == [16, 1 + 16 + 5, 1 + 1 + 6]
+    assert [part.num_tokens for part in parts] == [1 + 16, 1 + 16 + 5, 1 + 6]
     assert [part.rows[-1].slot for part in parts] == [0, 4, 4]  # behind the shared ones
     assert [part.deals for part in parts] == [(), FULL.deals, FULL.deals]
 
@@ -157,19 +149,18 @@ def test_round_trip(batch: Batch) -> None:
 
 
 def test_every_wrong_length_is_refused() -> None:
-    for batch, header in ((FULL, ""), (BATCH, r"header \(7, 3, 2, 2, 0, 0, 0, 0, 0\) ")):
-        ints = list(batch.to_ints())
-        for length in range(len(ints)):
-            message = f"at least 9 integers, got {length}" if length < 9 else f"{header}cannot have {length} integers"
-            with pytest.raises(ValueError, match=message):
-                Batch.from_ints(ints[:length])
+    ints, header = list(FULL.to_ints()), r"header \(8, 5, 2, 4, 2, 1, 1, 1, 2\)"
+    for length in range(len(ints)):
+        message = f"at least 9 integers, got {length}" if length < 9 else f"{header} cannot have {length} integers"
+        with pytest.raises(ValueError, match=message):
+            Batch.from_ints(ints[:length])
     with pytest.raises(ValueError, match=f"cannot have {len(ints) + 1} integers"):
         Batch.from_ints([*ints, 0])
-    for at, count in ((2, -2), (4, 1), (4, -1), (5, 2**31 - 1)):
+    for at, count in ((2, -2), (4, 3), (4, -1), (5, 2**31 - 1)):
         with pytest.raises(ValueError, match=f"cannot have {len(ints)} integers"):
             Batch.from_ints([*ints[:at], count, *ints[at + 1 :]])
     with pytest.raises(ValueError, match="cannot have"):  # the sum is right
-        Batch.from_ints([*ints[:4], 1, -1, *ints[6:]])
+        Batch.from_ints([*ints[:4], 4, -1, *ints[6:]])
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**63, 10**30])

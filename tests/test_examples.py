@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
+from medha.models.needle import make_haystack
 from medha.workload.synth import synthesize
 from tests.commands import ENVIRONMENT, LIMIT_S, run_python
 
@@ -32,9 +33,11 @@ def test_quickstart() -> None:
 
 
 def test_serve_and_ask() -> None:
-    code, *progress, answer = lines_of("serve_and_ask")
+    """With a document of half the length."""
+    with patch("medha.models.needle.make_haystack", lambda length, **more: make_haystack(length // 2, **more)):
+        code, *progress, answer = lines_of("serve_and_ask")
     assert (code, answer) == (" 31.", " 7429-amber.")
-    assert progress and all(re.fullmatch(r"[\d,]+ of 8,000 tokens read, [\d.]+ s to go", line) for line in progress)
+    assert progress and all(re.fullmatch(r"[\d,]+ of 4,000 tokens read, [\d.]+ s to go", line) for line in progress)
 
 
 def test_ask_again() -> None:
@@ -65,8 +68,8 @@ def test_batch_file() -> None:
 
 
 def test_simulate_policy() -> None:
-    """Of fewer requests than it asks for, among them six long ones."""
-    with patch("medha.workload.synth.synthesize", lambda *of, **more: synthesize(*of, **more | {"num_requests": 60})):
+    """Of fewer requests than it asks for, among them a long one."""
+    with patch("medha.workload.synth.synthesize", lambda *of, **more: synthesize(*of, **more | {"num_requests": 20})):
         lines = lines_of("simulate_policy")
     shape = r"(.*): TTFT P50 and P99 of short prompts (.*) and (.*) s, of long prompts .* and .* s; \d+% in time"
     found = [match.groups() for line in lines if (match := re.fullmatch(shape, line))]

@@ -195,12 +195,11 @@ def test_a_causal_row_needs_as_many_keys_as_queries(q_len: int, kv_len: int) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("q_len", [191, 513, 769])  # of each size of the tiles that torch cuts queries into
-def test_long_chunks(q_len: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+def test_long_chunks(q_len: int, dtype: torch.dtype) -> None:
     # A first chunk, and one behind a past whose own keys lie across the border of two runs.
     batch = [Shape(q_len, (q_len,), True), Shape(q_len, (40, q_len - 7, 9), True)]
-    qkv, rows = build(Model(*heads, dtype=dtype), batch)
+    qkv, rows = build(Model(6, 2, dtype=dtype), batch)
     assert_rows_close(run(qkv, rows), qkv, rows)
 
 

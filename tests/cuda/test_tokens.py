@@ -20,7 +20,7 @@ from tests.cuda import kernels
 from tests.cuda.device import Device, Event
 from tests.cuda.serving import POOL, SWAP, Served, add_all, complete, drive, serve
 from tests.cuda.tensors import MODE, Everywhere
-from tests.engines import Preemptions, drained
+from tests.engines import drained, submitted
 from tests.parallel.workers import WorkerPool, num_ranks
 
 
@@ -65,9 +65,9 @@ def test_what_serves_where_fused_kernels_and_fa3_cannot_be_built(
 def test_swapped_blocks(model: Path, expected: Served, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medha.worker.swap.HostCache.measure_block_s", lambda self: 0.0)
     with LLM(model, device="cuda", dtype="float16", **POOL | SWAP) as llm:
-        counts = Preemptions.of(llm.engine)
+        batches = submitted(llm.engine)
         assert complete(llm) == expected
-    assert counts.num_swaps > 0
+    assert any(batch.swaps_out for batch in batches)
 
 
 def test_the_host_does_not_wait_in_a_step(model: Path, device: Device) -> None:

@@ -112,22 +112,22 @@ def lanes(num_blocks: int, num_groups: int) -> Scheduler:
     return Scheduler(config, planner, **sizes, predictor=make_predictor(kvp=num_groups))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(40))
 def test_everybody_ends_in_any_order_though_both_sides_are_full(seed: int) -> None:
     """Prefills, transfers and decodes end in random order, with a quarter of the usual buffers; pools hold a few
     requests each. On lanes any of the batches is done first, else the oldest."""
     draw, on_lanes = random.Random(seed), seed % 3 == 0
     prefill = lanes(12, 2) if on_lanes else scheduler(12, num_groups=2, is_async=seed % 2 == 0)
     waits = hand_overs(14, 11, most=1)
-    left = [request(slot, draw.randint(1, 150), draw.randint(2, 40)) for slot in range(14)]
+    wanted = [request(slot, draw.randint(1, 150), draw.randint(2, 40)) for slot in range(14)]
     in_flight: deque[Batch] = deque()
     decoding: dict[int, int] = {}  # by slot, tokens to come
-    wanted = {one.slot: one for one in left}
-    now_s, num_done = 0.0, 0
-    for one in left:
-        prefill.add(SchedulerRequest(one.slot, one.num_prompt_tokens, 1, 0.0))
-    for _ in range(20_000):
-        now_s += 0.01
+    num_done = turn = 0
+    for one in wanted:
+        prefill.add(replace(one, max_new_tokens=1))
+    while num_done < len(wanted):
+        assert turn < 20_000, "somebody waits for ever"
+        now_s = 0.01 * (turn := turn + 1)
         choice = draw.randrange(4)
         if choice == 0 and (batch := prefill.schedule(now_s).batch) is not None:
             in_flight.append(batch)
@@ -158,9 +158,6 @@ def test_everybody_ends_in_any_order_though_both_sides_are_full(seed: int) -> No
                     decoding[row.slot] -= 1
                     results.append((row.slot, 1, decoding[row.slot] == 0))
                 num_done += len(instance.scheduler.complete(batch, now_s, results, 0.01))
-        if num_done == len(left):
-            break
-    assert num_done == len(left)
     assert [one.memory.num_used for one in (prefill, *(i.scheduler for i in waits.instances))] == [0, 0, 0]
 
 

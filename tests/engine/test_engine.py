@@ -256,6 +256,8 @@ def test_abort_at_any_step_harms_nobody(bytes_model: Model, expected: Tokens, op
                 assert finished[str(i)].error is None
         aborted = finished[victim].outputs[0]
         reasons.add((aborted.finish_reason, bool(aborted.token_ids)))
+        if aborted.finish_reason == "length":  # later steps come behind the end as well
+            break
     assert reasons >= {("abort", False), ("abort", True), ("length", True)}
 
 

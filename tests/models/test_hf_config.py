@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from medha.config import RopeConfig
 from medha.errors import ConfigError, UnsupportedModelError
 from medha.models.folder import read_json_object
 from medha.models.hf_config import _NEUTRAL_VALUES, load_generation_config, load_model_config
-from tests.models.hf_folders import LLAMA, REMOVE, YARN, Fields, family, load, refused
+from tests.models.hf_folders import REMOVE, YARN, Fields, family, load, refused
 
 MISTRAL = family("mistral", sliding_window=None)
 TWO_KINDS = ["full_attention", "sliding_attention"]
@@ -152,22 +151,6 @@ REFUSED: dict[type[ConfigError], list[tuple[Fields, list[str]]]] = {
 def test_refused(tmp_path: Path, error: type[ConfigError], changes: Fields, parts: list[str]) -> None:
     length = {"max_model_len": 1} if error is UnsupportedModelError else {}
     refused(tmp_path, error, changes, ["config.json", *parts], **length)
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("explicit", [False, True])
-def test_what_transformers_saves_reads_back(tmp_path: Path, kind: str, explicit: bool) -> None:
-    fields = {key: value for key, value in LLAMA.items() if key not in ("architectures", "model_type")}
-    if explicit:
-        fields |= {"head_dim": 32, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": [3, 4]}
-    theirs = getattr(transformers, f"{kind.capitalize()}Config")(**fields)
-    theirs.save_pretrained(tmp_path)
-    ours = load_model_config(tmp_path, max_model_len=1024)
-    assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, getattr(theirs, "head_dim", 16))
-    for name in ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "bos_token_id"):
-        assert getattr(ours, name) == getattr(theirs, name), name
-    eos = theirs.eos_token_id
-    assert ours.eos_token_ids == tuple([] if eos is None else eos if isinstance(eos, list) else [eos])
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from medha.batch import Batch
 from medha.config import EngineConfig
 from medha.engine.engine import Engine
 from medha.errors import ConfigError
+from medha.outputs import RequestMetrics
 from medha.params import SamplingParams
 from medha.worker.kv_cache import KVCache
 from medha.worker.runner import Runner
 from medha.worker.step_input import StepInput
 from medha.worker.swap import HostCache, Wait
 from tests.attention.test_torch_backend import make_flashinfer
-from tests.engines import Late, Preemptions, build_engine, submitted
+from tests.engines import Late, build_engine, submitted
 from tests.serving import Model, finish, random_ids
 from tests.worker.test_graphs import Repeating
 from tests.worker.test_kv_cache import make_cache
@@ -52,22 +53,21 @@ def test_the_hosts_pools_are_laid_out_as_the_devices_and_measuring_changes_nothi
 # -- the engine ------------------------------------------------------------------------------------------------
 
 
-def run(engine: Engine, params: SamplingParams) -> tuple[list[list[int]], list[Batch]]:
-    """Tokens of each request, and the batches."""
+def run(engine: Engine, params: SamplingParams) -> tuple[list[list[int]], list[Batch], list[RequestMetrics]]:
+    """Tokens of each request, the batches, and metrics of each request."""
     batches = submitted(engine)
     for i, length in enumerate(LENGTHS):
         engine.add_request(str(i), random_ids(length, seed=4), params)
-    outputs = finish(engine)
-    return [outputs[str(i)].outputs[0].token_ids for i in range(len(LENGTHS))], batches
+    finished = finish(engine)
+    outputs = [finished[str(i)] for i in range(len(LENGTHS))]
+    return [output.outputs[0].token_ids for output in outputs], batches, [output.metrics for output in outputs]
 
 
 @cache
 def undisturbed(bytes_model: Model, params: SamplingParams) -> list[list[int]]:
     """Tokens of a run in which nobody gives way."""
-    engine = bytes_model.engine(**(SMALL | {"num_blocks": 64}))
-    counts = Preemptions.of(engine)
-    tokens, _ = run(engine, params)
-    assert counts.num_preemptions == 0
+    tokens, _, metrics = run(bytes_model.engine(**(SMALL | {"num_blocks": 64})), params)
+    assert not any(its.num_preemptions for its in metrics)
     return tokens
 
 
@@ -81,14 +81,14 @@ def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
 ) -> None:
     """But of who finds no room in the host."""
     engine = bytes_model.engine(**(SMALL | SWAP | options | {"num_swap_blocks": room}), host_cache=Late)
-    counts = Preemptions.of(engine)
-    tokens, batches = run(engine, params)
+    tokens, batches, metrics = run(engine, params)
     assert tokens == undisturbed(bytes_model, params)
-    assert counts.num_preemptions >= 3
+    num_preemptions, num_swaps = sum(its.num_preemptions for its in metrics), sum(its.num_swaps for its in metrics)
+    assert num_preemptions >= 3
     if room < 60:
-        assert (room > 0) <= counts.num_swaps < counts.num_preemptions
+        assert (room > 0) <= num_swaps < num_preemptions
         return
-    assert counts.num_swaps == counts.num_preemptions
+    assert num_swaps == num_preemptions
     assert sum(batch.num_tokens for batch in batches) == sum(LENGTHS) + (NUM_TOKENS - 1) * len(LENGTHS)
     num_out, num_in = (sum(e.count for b in batches for e in getattr(b, way)) for way in ("swaps_out", "swaps_in"))
     assert num_out == num_in > 0
@@ -220,7 +220,7 @@ def test_a_graph_comes_after_all_copies(bytes_model: Model) -> None:
     )
     maker = Repeating()
     engine.runner.capture(maker, (1, 2, 4, 8))  # type: ignore[attr-defined]
-    tokens, batches = run(engine, GREEDY)
+    tokens, batches, _ = run(engine, GREEDY)
     assert tokens == undisturbed(bytes_model, GREEDY)
     assert any(batch.moves and batch.num_decodes == len(batch.rows) for batch in batches)
     assert len(maker.replayed) == sum(batch.num_decodes == len(batch.rows) for batch in batches)
