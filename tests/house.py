@@ -11,6 +11,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +69,7 @@ def import_nodes(node: ast.AST, *, at_import: bool) -> Iterator[ast.Import | ast
         yield from import_nodes(child, at_import=at_import)
 
 
+@cache
 def imported(name: str, *, at_import: bool = False) -> set[str]:
     """Modules that a module imports; ``from medha.a import b`` is ``medha.a.b`` if that is a module."""
     found: set[str] = set()

@@ -73,22 +73,24 @@ def test_a_live_run_replays_to_the_same_decisions(recorded: list[str]) -> None:
     assert replay(recorded).mismatch is None
 
 
-class Interrupting(io.StringIO):
-    """A journal that is interrupted before it takes its n-th line of a completed batch."""
+class Failing(io.StringIO):
+    """A journal that raises an error, once, in place of taking its n-th line of some call."""
 
-    num_left = 3
+    def __init__(self, call: str, num_left: int, error: BaseException) -> None:
+        super().__init__()
+        self.call, self.num_left, self.error = f'"call":"{call}"', num_left, error
 
     def write(self, text: str) -> int:
-        self.num_left -= '"call":"complete"' in text
+        self.num_left -= self.call in text
         if self.num_left == 0:
             self.num_left = -1
-            raise KeyboardInterrupt
+            raise self.error
         return super().write(text)
 
 
 def test_what_was_learned_before_an_interrupt_is_written_down(bytes_model: Model) -> None:
     """The scheduler has completed a batch, and its predictor has learned, of which the journal knows nothing."""
-    file = Interrupting()
+    file = Failing("complete", 3, KeyboardInterrupt())
     engine = live_engine(bytes_model, file)
     add(engine, 0, 700)
     with suppress(KeyboardInterrupt):
@@ -101,17 +103,8 @@ def test_what_was_learned_before_an_interrupt_is_written_down(bytes_model: Model
     assert (replayed.mismatch, replayed.num_batches > 20) == (None, True)
 
 
-class Full(io.StringIO):
-    """A journal on a disk that has no room for an abort."""
-
-    def write(self, text: str) -> int:
-        if '"call":"cancel"' in text:
-            raise OSError(28, "No space left on device")
-        return super().write(text)
-
-
 def test_a_journal_that_cannot_take_an_abort_ends_the_engine(bytes_model: Model) -> None:
-    engine = live_engine(bytes_model, Full())
+    engine = live_engine(bytes_model, Failing("cancel", 1, OSError(28, "No space left on device")))
     names = [str(number) for number in range(600)]
     for name in names:
         engine.add_request(name, [1, 2])

@@ -12,6 +12,7 @@ from medha.config import ModelConfig, RopeConfig
 from medha.models.decoder import Decoder, build_decoder, fill_random_
 from medha.models.hf_config import load_model_config
 from medha.models.layers import OWN_KERNELS, cos_sin, inverse_frequencies
+from medha.models.reference import llama_config, next_token_logprobs, random_weights
 from medha.verify.kernels import dense_attention
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, random_prompt, reference_logits
 from tests.commands import run_python
@@ -91,17 +92,14 @@ def test_stages_in_a_row_are_the_whole(checkpoint: Checkpoint, packed: bool) -> 
 
 
 def test_a_stage_holds_only_its_own_weights(checkpoint: Checkpoint) -> None:
-    tied = checkpoint.config.tie_word_embeddings
-    stages = [Decoder(checkpoint.config, layers) for layers in (range(0, 1), range(1, 2), range(2, 3))]
-    names = [{name for name, _ in stage.named_parameters()} for stage in stages]
-    assert set.union(*names) == set(checkpoint.weights)
-    for i, held in enumerate(names):
-        assert {int(name.split(".")[2]) for name in held if ".layers." in name} == {i}
-    assert [stage.has_embedding for stage in stages] == [True, False, False]
-    assert [stage.has_head for stage in stages] == [False, False, True]
-    assert ["model.embed_tokens.weight" in held for held in names] == [True, False, tied]
-    assert ["model.norm.weight" in held for held in names] == [False, False, True]
-    assert ["lm_head.weight" in held for held in names] == [False, False, not tied]
+    embedding, ends = "model.embed_tokens.weight", {"model.norm.weight", "lm_head.weight"}
+    for i, is_first, is_last in ((0, True, False), (1, False, False), (2, False, True)):
+        stage = Decoder(checkpoint.config, range(i, i + 1))
+        wanted = {name for name in checkpoint.weights if name.startswith(f"model.layers.{i}.")}
+        wanted |= {embedding} if is_first or (is_last and checkpoint.config.tie_word_embeddings) else set()
+        wanted |= ends & set(checkpoint.weights) if is_last else set()
+        assert {name for name, _ in stage.named_parameters()} == wanted
+        assert (stage.has_embedding, stage.has_head) == (is_first, is_last)
 
 
 # -- building and layers ---------------------------------------------------------------------------------------
@@ -116,6 +114,19 @@ def test_build_and_random_fill() -> None:
         assert tensor.dtype == torch.bfloat16 and not tensor.requires_grad
         assert torch.equal(tensor, torch.ones_like(tensor)) if "norm" in name else tensor.float().std() > 0.01
     assert float(decoder.state_dict()["lm_head.weight"].float().std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_attention_of_the_random_model_is_far_from_an_average() -> None:
+    """That of ``medha verify``; otherwise an error of the merge would hardly show: a changed early token must move the
+    last log-probabilities."""
+    config = llama_config(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256, dtype="float32"
+    )
+    weights = random_weights(config, seed=0)
+    ids = torch.randint(0, 512, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    moved = [(token + 1) % 512 if i < 256 else token for i, token in enumerate(ids)]
+    last, moved_last = (next_token_logprobs(config, weights, tokens)[-1] for tokens in (ids, moved))
+    assert float((last - moved_last).abs().max()) > 0.5
 
 
 ROWS_OF_MANY_LENGTHS = """

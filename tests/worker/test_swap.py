@@ -53,36 +53,36 @@ def test_the_hosts_pools_are_laid_out_as_the_devices_and_measuring_changes_nothi
 # -- the engine ------------------------------------------------------------------------------------------------
 
 
-def run(engine: Engine, params: SamplingParams) -> tuple[list[list[int]], list[Batch], list[RequestMetrics]]:
-    """Tokens of each request, the batches, and metrics of each request."""
+def run(engine: Engine, *params: SamplingParams) -> tuple[list[list[int]], list[Batch], list[RequestMetrics]]:
+    """Tokens of each request, which take the parameters by turns, the batches, and metrics of each request."""
     batches = submitted(engine)
     for i, length in enumerate(LENGTHS):
-        engine.add_request(str(i), random_ids(length, seed=4), params)
+        engine.add_request(str(i), random_ids(length, seed=4), params[i % len(params)])
     finished = finish(engine)
     outputs = [finished[str(i)] for i in range(len(LENGTHS))]
     return [output.outputs[0].token_ids for output in outputs], batches, [output.metrics for output in outputs]
 
 
 @cache
-def undisturbed(bytes_model: Model, params: SamplingParams) -> list[list[int]]:
+def undisturbed(bytes_model: Model, *params: SamplingParams) -> list[list[int]]:
     """Tokens of a run in which nobody gives way."""
-    tokens, _, metrics = run(bytes_model.engine(**(SMALL | {"num_blocks": 64})), params)
+    tokens, _, metrics = run(bytes_model.engine(**(SMALL | {"num_blocks": 64})), *params)
     assert not any(its.num_preemptions for its in metrics)
     return tokens
 
 
-@pytest.mark.parametrize("params", [GREEDY, PENALTIES], ids=["greedy", "penalties"])
 @pytest.mark.parametrize(
     ("room", "options"),
     [(0, {}), (0, {"depth": 2}), (4, {}), (60, {}), (60, {"depth": 2}), (60, {"async_scheduling": True})],
 )
 def test_tokens_are_those_of_an_ample_pool_and_none_is_computed_twice(
-    bytes_model: Model, params: SamplingParams, room: int, options: dict[str, Any]
+    bytes_model: Model, room: int, options: dict[str, Any]
 ) -> None:
     """But of who finds no room in the host."""
     engine = bytes_model.engine(**(SMALL | SWAP | options | {"num_swap_blocks": room}), host_cache=Late)
-    tokens, batches, metrics = run(engine, params)
-    assert tokens == undisturbed(bytes_model, params)
+    tokens, batches, metrics = run(engine, GREEDY, PENALTIES)
+    assert tokens == undisturbed(bytes_model, GREEDY, PENALTIES)
+    assert metrics[1].num_preemptions and metrics[2].num_preemptions  # one of each kind
     num_preemptions, num_swaps = sum(its.num_preemptions for its in metrics), sum(its.num_swaps for its in metrics)
     assert num_preemptions >= 3
     if room < 60:
