@@ -1,10 +1,12 @@
 """Settings that every test runs under: one thread, no network, logging as it was, no limits of Hypothesis' own."""
 
 import faulthandler
+import gc
 import logging
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,14 +53,19 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_process_after() -> Iterator[None]:
-    """A command sets up logging for its whole process, and ignores Ctrl-C once it ends; an engine sets threads."""
-    logger = logging.getLogger("medha")
+    """A command sets up logging for its whole process, and ignores Ctrl-C once it ends; an engine sets threads. A test
+    need not put back its handler of a signal, the garbage collector, torch's device or how threads take turns."""
+    logger, numbers = logging.getLogger("medha"), (signal.SIGINT, signal.SIGUSR1, signal.SIGVTALRM)
     handlers, level = logger.handlers[:], logger.level
-    interrupt = signal.getsignal(signal.SIGINT)
+    on_signals, interval = [*map(signal.getsignal, numbers)], sys.getswitchinterval()
     yield
-    signal.signal(signal.SIGINT, interrupt)
+    for number, handler in zip(numbers, on_signals, strict=True):
+        signal.signal(number, handler)
     logger.handlers[:] = handlers
     logger.setLevel(level)
+    sys.setswitchinterval(interval)
+    gc.enable()
+    torch.set_default_device(None)
     torch.set_num_threads(1)
 
 

@@ -156,10 +156,7 @@ def test_the_default_device_is_the_programs_own(bytes_model: Model) -> None:
 
     expected = run()
     torch.set_default_device("meta")
-    try:
-        assert run() == expected
-    finally:
-        torch.set_default_device(None)
+    assert run() == expected
 
 
 def test_chat_options_reach_the_template(folder: Path) -> None:
@@ -333,12 +330,9 @@ def test_a_step_within_a_step_is_refused(llm: LLM, expected: Tokens, monkeypatch
 
 
 @pytest.fixture
-def _restless() -> Iterator[None]:
+def _restless() -> None:
     """Threads give way to each other at almost any bytecode."""
-    interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
 
 
 def in_threads(*uses: Callable[[], Any]) -> list[Any]:
@@ -554,11 +548,10 @@ def too_late(*_: object) -> None:
 
 
 @pytest.fixture(params=[signal.default_int_handler, too_late])
-def interrupt(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
+def interrupt(request: pytest.FixtureRequest) -> Callable[[], Any]:
     """Interrupts as Ctrl-C does, or with an Exception."""
-    former = signal.signal(signal.SIGUSR1, request.param)
-    yield partial(signal.raise_signal, signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, former)
+    signal.signal(signal.SIGUSR1, request.param)
+    return partial(signal.raise_signal, signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("number", range(1, 15))

@@ -89,25 +89,25 @@ def test_recorder_counts_compute_and_waits(monkeypatch: pytest.MonkeyPatch) -> N
     clocks = SimpleNamespace(perf_counter=lambda: clock.now, thread_time=lambda: clock.now / 2)
     monkeypatch.setattr("medha.records.time", clocks)
     recorder = Recorder()
-    with recorder.waiting("control"):
-        clock.now = 1.0
+
+    def wait(kind: str, until_s: float) -> None:
+        with recorder.waiting(kind):
+            clock.now = until_s
+
+    wait("control", 1.0)
     recorder.begin()
     clock.now = 1.5  # gets ready for the hidden states, then waits
-    with recorder.waiting("hidden"):
-        clock.now = 2.0
+    wait("hidden", 2.0)
     assert recorder.begin() == 2.0
     clock.now = 5.0
     record = recorder.end(FIRST)
     assert record == BatchRecord(0, 8, 2.0, 5.0, 1.0, 0.5, 0.0, 0.0, cpu_s=1.5)
     assert record.busy_s == 3.0
-    with recorder.waiting("send"):
-        clock.now = 5.25
-    for clock_s in (5.5, 6.0):
-        with recorder.waiting("report"):
-            clock.now = clock_s
+    wait("send", 5.25)
+    wait("report", 5.5)
+    wait("report", 6.0)
     recorder.begin()
-    with recorder.waiting("merge"):  # within the compute
-        clock.now = 6.5
+    wait("merge", 6.5)  # within the compute
     second = recorder.end(SECOND)
     assert second == BatchRecord(1, 5, 6.0, 6.5, 0.0, 0.0, 0.75, 0.25, 0.5, cpu_s=0.25)
     assert second.busy_s == 0.5

@@ -33,22 +33,20 @@ def test_who_waits_comes_before_who_asks_again() -> None:
 
 
 def test_wherever_an_interrupt_strikes_it_is_given_back() -> None:
-    turns, former = Turns(), signal.signal(signal.SIGVTALRM, signal.default_int_handler)
+    signal.signal(signal.SIGVTALRM, signal.default_int_handler)
+    turns = Turns()
 
     def enter() -> None:
         with turns:
             pass
 
-    try:
-        for _ in range(100):
-            signal.setitimer(signal.ITIMER_VIRTUAL, 1e-3)
-            with suppress(KeyboardInterrupt):
-                while True:
-                    with turns, turns:
-                        pass
-            other = threading.Thread(target=enter, daemon=True)
-            other.start()
-            other.join(60.0)
-            assert not other.is_alive()
-    finally:
-        signal.signal(signal.SIGVTALRM, former)
+    for _ in range(100):
+        signal.setitimer(signal.ITIMER_VIRTUAL, 1e-3)
+        with suppress(KeyboardInterrupt):
+            while True:
+                with turns, turns:
+                    pass
+        other = threading.Thread(target=enter, daemon=True)
+        other.start()
+        other.join(60.0)
+        assert not other.is_alive()
