@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from medha.config import RopeConfig
-from medha.errors import ConfigError, UnsupportedModelError
+from medha.errors import ConfigError, UnsupportedModelError, WeightsError
 from medha.models.folder import read_json_object
 from medha.models.hf_config import _NEUTRAL_VALUES, load_generation_config, load_model_config
 from tests.models.hf_folders import REMOVE, YARN, Fields, family, load, refused
@@ -40,10 +40,11 @@ def test_no_such_file(tmp_path: Path, make: Any) -> None:
     ],
 )
 def test_wrong_json(tmp_path: Path, data: bytes, reason: str) -> None:
+    """In any file that is read as an object, by the error that its reader asks for."""
     path = tmp_path / "config.json"
     path.write_bytes(data)
-    with pytest.raises(ConfigError) as caught:
-        read_json_object(path)
+    with pytest.raises(WeightsError) as caught:
+        read_json_object(path, error=WeightsError)
     assert str(path) in str(caught.value)
     assert reason in str(caught.value)
 
