@@ -83,8 +83,6 @@ def test_arrivals_are_sorted_by_time_and_then_stand_as_in_the_file(tmp_path: Pat
         ({"prompt": "x", "slo": {"ttft_s": 0}}, ValidationError, r"slo.ttft_s=0; accepted"),
         ({"arrival_s": 5}, ValidationError, "no prompt; accepted: one of prompt"),
         ({"arrival_s": 5, "prompt": 7}, ValidationError, "prompt of type int; accepted"),
-        ({"arrival_s": 5, "prompt_token_ids": "abc"}, ValidationError, "prompt_token_ids of type str; accepted"),
-        ({"arrival_s": 5, "messages": {}}, ValidationError, "messages of type dict; accepted"),
     ],
 )
 def test_a_wrong_line_is_an_arrival_with_an_error(
