@@ -17,10 +17,9 @@ from medha.cpu import library
 from medha.errors import ConfigError
 from medha.worker.shard import choose_backend
 from tests.attention.reference import assert_rows_close
-from tests.attention.test_torch_backend import DTYPES, Model, Shape, build, run
+from tests.attention.test_torch_backend import CPU, DTYPES, Model, Shape, build, run
 from tests.engines import on_threads
 
-CPU = torch.device("cpu")
 SHAPE = LayerShape(8, 2, 64, torch.float32)
 
 

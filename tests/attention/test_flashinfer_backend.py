@@ -21,10 +21,9 @@ from medha.errors import ConfigError
 from medha.verify.kernels import rows_over
 from medha.worker.shard import choose_backend
 from tests.attention.reference import QKV, assert_rows_close
-from tests.attention.test_torch_backend import Model, Shape, build, make_flashinfer, run
+from tests.attention.test_torch_backend import CPU, Model, Shape, build, make_flashinfer, run
 from tests.cuda.kernels import import_flashinfer
 
-CPU = torch.device("cpu")
 MODEL = Model(4, 2, 64)
 
 

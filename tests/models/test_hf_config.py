@@ -57,7 +57,7 @@ def test_wrong_json(tmp_path: Path, data: bytes, reason: str) -> None:
     [
         ({}, {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "rope": RopeConfig()}),
         ({}, {"vocab_size": 128, "intermediate_size": 96, "dtype": "float32"}),
-        ({}, {"bos_token_id": 1, "eos_token_ids": (2,)}),
+        ({}, {"bos_token_id": 1, "eos_token_ids": (2,), "rms_norm_eps": 1e-6}),
         ({"num_key_value_heads": REMOVE}, {"num_kv_heads": 4}),
         ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
         (MISTRAL | {"num_key_value_heads": None}, {"num_kv_heads": 4}),

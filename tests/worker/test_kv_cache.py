@@ -9,9 +9,7 @@ from medha.worker import kv_cache
 from medha.worker.kv_cache import KVCache
 from medha.worker.step_input import DeviceStep, Slots
 from tests.attention.reference import assert_rows_close, visible
-from tests.attention.test_torch_backend import BACKENDS, run
-
-CPU = torch.device("cpu")
+from tests.attention.test_torch_backend import BACKENDS, CPU, run
 
 
 def make_cache(*, num_layers: int = 2, dtype: torch.dtype = torch.float32) -> KVCache:
