@@ -156,6 +156,8 @@ def test_request_that_never_fits_the_pool(engine: Engine, length: int, max_token
         "accepted: at most 256, or more with a larger kv_memory"
     )
     assert error.value == (max_tokens if param == "max_tokens" else length)
+    fitting = SamplingParams(temperature=0.0, max_tokens=max_tokens - 1 or 1)
+    assert serve_one(engine, [1] * (256 - fitting.max_tokens + 1), fitting).outputs[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("name", ["", None, 5, [1]])
