@@ -1,4 +1,4 @@
-"""Dealt rows, planned by hand or by Medha's packer: tokens, hidden states, where keys lie, and seeded faults."""
+"""Dealt rows, planned by hand or by Medha's packer: tokens, hidden states and where keys lie."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 import transformers
 
-import medha.worker.dealt as dealt
 import medha.worker.step_input as step_input
 from medha import LLM
 from medha.batch import Batch, Deal, Row
 from medha.errors import PlanDivergenceError
-from medha.parallel.kvp import Shared, shared_rows
-from medha.parallel.ring import Ring, buffer_of
-from medha.worker.kv_cache import KVCache
+from medha.parallel.kvp import shared_rows
+from medha.parallel.ring import Ring
 from medha.worker.runner import Runner
 from medha.worker.sampling import SlotSampling
 from medha.worker.step_input import StepInput
@@ -29,45 +27,6 @@ from tests.worker.test_dealt import BLOCK, FOUR, NUM_BLOCKS, THREE, TWO, Chunk, 
 
 Layout = tuple[int, int, int]  # kvp, spp, tp
 NUM_TOKENS = 5
-
-
-# -- seeded faults ---------------------------------------------------------------------------------------------
-
-
-def wrong_piece(patch: pytest.MonkeyPatch) -> None:
-    """The tokens of a group see of those in front what they should see of those behind."""
-    seen = dealt._seen
-
-    def mistaken(rows: list[Row], deals: Any, here: int, owner: int, tables: Any, page_size: int) -> Any:
-        of, size = seen(rows, deals, here, owner, tables, page_size)
-        if owner < here:
-            of.kv_len[0] = min(of.kv_len[0] + 3, size)
-        return of, size
-
-    patch.setattr(dealt, "_seen", mistaken)
-
-
-def lost_shift(patch: pytest.MonkeyPatch) -> None:
-    """History that should have moved is not received."""
-    pack = KVCache.pack
-    patch.setattr(KVCache, "pack", lambda *given, is_back=False: None if is_back else pack(*given))
-
-
-def wrong_buffer(patch: pytest.MonkeyPatch) -> None:
-    """In each step but the first, the block is read from the other one of the two buffers."""
-    attend = Ring.attend
-
-    def mistaken(self: Ring, shared: Shared, sizes: Any, over: Any, **more: Any) -> torch.Tensor:
-        def other(owner: int, block: torch.Tensor) -> Any:
-            is_second = block.data_ptr() == self.buffers[1].data_ptr()
-            return over(owner, buffer_of(self.buffers, 1 - is_second, len(block)))
-
-        return attend(self, shared, sizes, other, **more)
-
-    patch.setattr(Ring, "attend", mistaken)
-
-
-FAULTS = {fault.__name__: fault for fault in (wrong_piece, lost_shift, wrong_buffer)}
 
 
 # -- on each rank ----------------------------------------------------------------------------------------------
@@ -83,7 +42,7 @@ class Ran(NamedTuple):
 
 
 def run_plans(
-    folder: Path, options: dict[str, Any], prompts: list[list[int]], plans: list[Plan], params: list[Any], fault: str
+    folder: Path, options: dict[str, Any], prompts: list[list[int]], plans: list[Plan], params: list[Any]
 ) -> Ran:
     """On each rank: submit the batches of the plans, then decodes."""
     ran = Ran([[] for _ in prompts], {}, [], [])
@@ -105,8 +64,6 @@ def run_plans(
         return step
 
     with pytest.MonkeyPatch.context() as patch:
-        if fault:
-            FAULTS[fault](patch)
         patch.setattr(Runner, "_eager", watched)
         patch.setattr(step_input.Slots, "prepare", noted)
         with LLM(folder, **options) as llm:
@@ -134,14 +91,12 @@ def plain(folder: Path, *lengths: int) -> list[list[int]]:
     return serve(folder, {"block_size": BLOCK, "num_kv_blocks": 200}, wishes(lengths, (NUM_TOKENS,))).tokens
 
 
-def run(
-    workers: WorkerPool, folder: Path, plans: list[Plan], layout: Layout, fault: str = "", *, dtype: str = "float32"
-) -> list[Ran]:
+def run(workers: WorkerPool, folder: Path, plans: list[Plan], layout: Layout, *, dtype: str = "float32") -> list[Ran]:
     """What the ranks of a layout say of the plans."""
     kvp, spp, tp = layout
     prompts, params = wishes(lengths_of(plans), (NUM_TOKENS,))
     options = {"kvp": kvp, "spp": spp, "tp": tp, "block_size": BLOCK, "num_kv_blocks": NUM_BLOCKS, "dtype": dtype}
-    return workers.run(run_plans, kvp * spp * tp, folder, options, prompts, plans, params, fault)
+    return workers.run(run_plans, kvp * spp * tp, folder, options, prompts, plans, params)
 
 
 # the plans of eight groups are held to a plain reference, without ranks, in tests/worker/test_dealt.py
@@ -170,12 +125,6 @@ def check_shares(ranks: list[Ran], plans: list[Plan], layout: Layout) -> None:
             here = [chunk for chunk in chunks if chunk.group <= group < chunk.group + chunk.num_groups]
             share = sum(chunk.q_len / (chunk.num_groups if chunk.is_dealt else 1) for chunk in here)
             assert abs(ranks[group * spp * tp].computed[at] - share) <= len(here) * 1.5
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_changes_tokens(workers: WorkerPool, folder: Path, fault: str) -> None:
-    plans = [[Chunk(70, 0, 1), Chunk(90, 0, 2), Chunk(50, 0, 2)], [Chunk(65, 1, 1), Chunk(70, 0, 2)]]
-    assert run(workers, folder, plans, (2, 1, 1), fault)[0].tokens != plain(folder, *lengths_of(plans))
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.06)])
