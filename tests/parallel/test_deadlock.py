@@ -462,6 +462,19 @@ def test_no_batch_is_encoded_twice_and_no_message_twice_for_a_group(layout: Para
     assert [batch.batch_id for batch in plans] == list(range(len(plans)))
 
 
+@pytest.mark.parametrize("layout", [ranks(1, 2, 1), ranks(2, 1, 1)], ids=str)
+def test_no_message_grows_with_a_prompt(layout: ParallelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 100 or 600 tokens is read in chunks of 8 beside a decode, and given up."""
+    monkeypatch.setattr("tests.parallel.test_deadlock.MAX_KV_TOKENS", 1400)
+    control, sizes = medha.parallel.control, []
+    for length in (100, 600):
+        workload = Workload((Arrival(0, 3, 40), Arrival(4, length, 1, abort_after=10)), 8, 12, 4, None)
+        with mock.patch.object(control, "encode", wraps=control.encode) as encode:
+            on_ranks(workload, layout, AMPLE, Transport(0))
+        sizes.append([len(control.encode(call.args[0])) for call in encode.call_args_list])
+    assert sizes[0] == sizes[1] and len(sizes[0]) > 20
+
+
 @pytest.mark.parametrize("layout", GROUPS, ids=str)
 def test_a_group_that_a_batch_does_not_concern_does_nothing(layout: ParallelConfig) -> None:
     """A request that fits one group: the ranks of the others read messages, are told its tokens as it may grow, and are
