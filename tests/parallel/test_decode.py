@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from medha import LLM, SamplingParams
 from medha.batch import Batch
 from medha.cost.chunk_times import ChunkTimes
+from medha.cost.coefficients import Coefficients
 from medha.engine import build
 from medha.errors import ConfigError, ValidationError
 from medha.serve.metrics import Metrics
@@ -23,6 +23,7 @@ from tests.checkpoints import random_prompt
 from tests.commands import wait_until
 from tests.engines import drained
 from tests.parallel.workers import WorkerPool, generate, num_ranks, serve
+from tests.sched.costs import PLAIN
 
 LENGTHS = (1, 33, 150, 5, 90, 61, 2)
 SIZES = {"block_size": 16, "num_kv_blocks": 40, "chunk_size": 37, "max_batch_tokens": 64, "dtype": "float32"}
@@ -181,26 +182,20 @@ def test_prompts_are_shared_and_have_several_completions(own_workers: WorkerPool
     assert [output.metrics.num_cached_tokens for output in found[:2]] == [0, 96]
 
 
-def profiled(folder: Path, options: dict[str, Any], profile: Path) -> Any:
-    """On each rank: build the LLM, then with a profile of an odd step; what each side predicts of the host."""
-    with LLM(folder, **SIZES | options) as llm:
-        if llm.is_driver:
-            profile.write_text(replace(llm.engine.scheduler.predictor.coefficients, host_s=0.25).to_json())
-    with LLM(folder, profile=str(profile), **SIZES | options) as llm:
-        if not llm.is_driver:
-            return None
-        schedulers = [llm.engine.scheduler, *(one.scheduler for one in llm.engine.hand_overs.instances)]
-        return [one.predictor.coefficients.host_s for one in schedulers if one.predictor is not None]
+@patch.object(Coefficients, "load", lambda *_, **__: PLAIN)
+def profiled(folder: Path, options: dict[str, Any]) -> list[bool]:
+    """On rank 0: whether each side, the prefills' and the instance's, predicts by the profile."""
+    with LLM(folder, profile="of an odd machine", **SIZES | options) as llm:
+        sides = [llm.engine, *llm.engine.hand_overs.instances] if llm.is_driver else []
+        return [side.scheduler.predictor.coefficients == PLAIN for side in sides]
 
 
 @pytest.mark.parametrize(("kvp", "decode_tp"), [(2, 1), (1, 2)])
 def test_a_profile_holds_for_instances_that_are_like_a_group(
-    own_workers: WorkerPool, folder: Path, tmp_path: Path, kvp: int, decode_tp: int
+    own_workers: WorkerPool, folder: Path, kvp: int, decode_tp: int
 ) -> None:
     options = {"kvp": kvp, "decode_replicas": 1, "decode_tp": decode_tp}
-    prefills_s, decodes_s = own_workers.run(profiled, 3, folder, options, tmp_path / "profile.json")[0]
-    assert prefills_s == 0.25
-    assert (decodes_s == 0.25) == (decode_tp == 1)
+    assert own_workers.run(profiled, 3, folder, options)[0] == [True, decode_tp == 1]
 
 
 # -- full pools --------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_a_rank_sends_its_parts_to_each_other_rank_once(workers: WorkerPool, mod
 # -- what goes on at once: two stages, and the next batch beside one that runs ----------------------------------------
 
 
-NUM_CHUNKS = 20
+NUM_CHUNKS = 10
 CHUNK_SIZE = 128
 
 
