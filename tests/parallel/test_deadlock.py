@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -339,20 +340,18 @@ def merge_synchronously(patch: pytest.MonkeyPatch) -> None:
 
 def send_messages_late(patch: pytest.MonkeyPatch) -> None:
     """rank 0 computes its part of a batch before it tells the others of the batch."""
-    run, send = Runner.run, ControlSender.send
-    held: list[tuple[ControlSender, Message, Any]] = []
+    run, send, held = Runner.run, ControlSender.send, list[Callable[[], None]]()
 
-    def hold(self: ControlSender, message: Message, *, only: Any = None) -> None:
+    def hold(self: ControlSender, message: Message, **ranks: Any) -> None:
         if message.batch is None:
-            send(self, message, only=only)
+            send(self, message, **ranks)
         else:
-            held.append((self, message, only))
+            held.append(partial(send, self, message, **ranks))
 
     def run_then_send(self: Runner, *args: Any, **kwargs: Any) -> Any:
         result = run(self, *args, **kwargs)
         while held:
-            sender, message, only = held.pop(0)
-            send(sender, message, only=only)
+            held.pop(0)()
         return result
 
     patch.setattr(ControlSender, "send", hold)

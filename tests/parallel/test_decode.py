@@ -1,4 +1,4 @@
-"""Decode instances in real gloo processes: tokens, who computes what, back pressure. How it ends: test_states.py."""
+"""Decode instances in real gloo processes: tokens, who computes what. Full pools, and how it ends: test_states.py."""
 
 import io
 from collections.abc import Sequence
@@ -51,16 +51,16 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @cache
-def alone(folder: Path, *lengths: int) -> list[list[int]]:
+def alone(folder: Path) -> list[list[int]]:
     """Tokens of one rank."""
-    return serve(folder, SIZES, wishes(lengths)).tokens
+    return serve(folder, SIZES, wishes()).tokens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_tokens_are_those_of_one_rank_and_decode_ranks_compute_no_prompt(
     own_workers: WorkerPool, folder: Path, layout: dict[str, Any]
 ) -> None:
-    expected = alone(folder, *LENGTHS)
+    expected = alone(folder)
     layout = {"decode_replicas": 1} | layout
     served = own_workers.run(serve, num_ranks(layout), folder, SIZES | layout, wishes())
     assert served[0].tokens == expected
@@ -196,21 +196,6 @@ def test_a_profile_holds_for_instances_that_are_like_a_group(
 ) -> None:
     options = {"kvp": kvp, "decode_replicas": 1, "decode_tp": decode_tp}
     assert own_workers.run(profiled, 3, folder, options)[0] == [True, decode_tp == 1]
-
-
-# -- full pools --------------------------------------------------------------------------------------------------------
-
-MANY = tuple(1 + (37 * i) % 150 for i in range(24))
-
-
-@pytest.mark.parametrize("layout", [{"decode_tp": 2}, {"kvp": 2, "max_kv_per_group": 96, "decode_tp": 1}], ids=str)
-def test_everybody_ends_with_one_buffer_and_pools_for_a_few(
-    own_workers: WorkerPool, folder: Path, layout: dict[str, Any]
-) -> None:
-    """Requests wait for a decode instance, and prefills for the memory of those that wait."""
-    options = {"decode_replicas": 1, "transfer_buffers": 1, "num_kv_blocks": 12} | layout
-    served = own_workers.run(serve, num_ranks(options), folder, SIZES | options, wishes(MANY))[0]
-    assert served.tokens == alone(folder, *MANY)
 
 
 def refuse(folder: Path, options: dict[str, Any]) -> Any:

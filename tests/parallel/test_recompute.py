@@ -28,7 +28,8 @@ def generate(folder: Path, options: dict[str, Any], prompts: list[list[int]]) ->
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"kvp": 2, "max_kv_per_group": 80}], ids=str)
 def test_every_layout_says_the_same(workers: WorkerPool, model: Path, layout: dict[str, int]) -> None:
-    """Computed again, and swapped: every rank moves its own layers and heads to host memory and back."""
+    """Computed again, and swapped: every rank moves its own layers and heads to host memory and back. Who comes back on
+    another group draws as before: penalties count the tokens that another rank has drawn."""
     prompts = [random_ids(length, seed=4) for length in LENGTHS]
     options = {"scheduler": "sarathi", "chunk_size": 16, "max_batch_tokens": 40, "block_size": 16} | layout
     tight = options | {"num_kv_blocks": 10 if "kvp" not in layout else 7, "overcommit": True}
@@ -43,13 +44,3 @@ def test_every_layout_says_the_same(workers: WorkerPool, model: Path, layout: di
         assert more >= num_swaps
     else:
         assert more == num_swaps and again == num_tokens
-
-
-def test_a_request_that_comes_back_on_another_group_draws_as_before(workers: WorkerPool, model: Path) -> None:
-    """Penalties count the tokens that another rank has drawn."""
-    prompts = [random_ids(20 + 5 * i, seed=i) for i in range(10)]
-    options: dict[str, Any] = {"kvp": 2, "block_size": 4, "max_kv_per_group": 200, "max_batch_tokens": 64}
-    runs = (options | {"num_kv_blocks": 500}, options | {"num_kv_blocks": 50, "overcommit": True})
-    undisturbed, disturbed = (workers.run(generate, 2, model, each, prompts)[0] for each in runs)
-    assert undisturbed[1][0] == 0 and disturbed[1][0] >= 5
-    assert disturbed[0] == undisturbed[0] and len(disturbed[0]) == len(prompts)
