@@ -16,8 +16,6 @@ from medha.engine import build
 from medha.engine.replay import replay
 from medha.errors import ValidationError
 from medha.worker.runner import Runner
-from medha.worker.sampling import Sampled
-from medha.worker.step import PendingStep, StepResult
 from medha.worker.step_input import StepInput
 from tests.checkpoints import random_prompt
 from tests.commands import wait_until
@@ -26,29 +24,25 @@ from tests.parallel.workers import WorkerPool, check_free
 
 SIZES = {"block_size": 16, "num_kv_blocks": 100}
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-TOKEN_S = 0.1  # of a group, as predicted and told where there is no model
+TOKEN_S = 0.1  # of a group, as predicted where a chunk is held up
 
 
 def serve_over_time(
     folder: Path, options: dict[str, Any], prompts: list[list[int]], arrivals_s: list[float], abort: int, holds: bool
 ) -> Any:
     """On rank 0: tokens by request, requests in the order in which they end, and how many batches completed before an
-    older one; a replay of the journal says the same. With ``holds`` there is no model, and the forward of a long prompt
-    ends when two batches have completed."""
-    completed: list[int] = []
+    older one; a replay of the journal says the same. With ``holds`` the forward of a long prompt ends when two batches
+    have completed."""
+    completed, run = list[int](), Runner.run
 
-    def draw_7(self: Runner, step: StepInput) -> Any:
+    def held(self: Runner, step: StepInput) -> Any:
         if step.batch.num_tokens > 1000:
             wait_until(lambda: len(completed) >= 2)
-        if not step.batch.rows or not self.samples:
-            return None
-        sampled = [Sampled(7, finite=True)] * len(step.drawn_rows)
-        result = StepResult(step.drawn_rows, sampled, TOKEN_S * step.batch.num_tokens)
-        return PendingStep(lambda: result)
+        return run(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
         if holds:
-            patch.setattr(Runner, "run", draw_7)
+            patch.setattr(Runner, "run", held)
             times = ChunkTimes((1,), ((0.0, TOKEN_S, 0.0, 0.0, 0.0),))
             patch.setattr(build, "fitted_times", lambda *_, **__: times)
         with LLM(folder, **options) as llm:
