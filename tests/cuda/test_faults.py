@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.cuda.device import CUDA, Device, DeviceError, Event, Graph, Stream, now
 from tests.cuda.serving import SWAP, serve
-from tests.cuda.tensors import Emulated
 
 
 def ones() -> torch.Tensor:
@@ -97,15 +95,6 @@ def test_a_replay_overwrites_the_results_of_graphs_that_share_its_pool_and_came_
     assert later.sum().item() == 64.0
     first.replay()
     assert out.sum().item() == 64.0 and later.isnan().all().item()
-
-
-def test_fake_tensors_of_the_device_have_no_memory(device: Device) -> None:
-    """DTensor derives shapes from them, in a tensor-parallel layout."""
-    with FakeTensorMode():
-        x = torch.empty_strided((4, 8), (8, 1), dtype=torch.float16, device=CUDA)
-        assert isinstance(x, FakeTensor) and x.device == CUDA and x.add(1).shape == (4, 8)
-    assert device.allocated == 0
-    assert isinstance(ones(), Emulated)
 
 
 # -- medha's CUDA path ------------------------------------------------------------------------------------------------

@@ -80,30 +80,30 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
-@pytest.mark.parametrize("config", LAYOUTS, ids=str)
-def test_every_decode_rank_gets_each_token_of_each_of_its_heads_once(config: ParallelConfig, num_kv_heads: int) -> None:
-    held = [(group, 3 + 2 * group) for group in range(config.kvp)]
-    target, num_tokens = config.kvp + 1, sum(count for _, count in held)
-    tp = config.of_group(target).tp
-    parts = parts_of(config, dataclasses.replace(MODEL, num_kv_heads=num_kv_heads), held, target)
-    arrived: Counter[tuple[int, int, int, int]] = Counter()
-    for part in parts:
-        group, stage, tp_rank = config.coordinates(part.source)
-        _, _, to = config.coordinates(part.target)
-        assert config.coordinates(part.target) == (target, 0, to)
-        assert part.layers == config.layers_of(stage, 5)
-        has = kv_heads_of(tp_rank, config.tp, num_kv_heads)
-        wants = kv_heads_of(to, tp, num_kv_heads)
-        assert set(part.heads) <= set(has) & set(wants)
-        assert part.num_tokens == dict(held)[group]
-        assert part.start == sum(count for before, count in held if before < group)
-        tokens = range(part.start, part.start + part.num_tokens)
-        arrived.update(itertools.product([part.target], part.layers, part.heads, tokens))
-    wanted: Counter[tuple[int, int, int, int]] = Counter()
-    for to in range(tp):
-        rank, heads = config.rank_of(stage=0, tp_rank=to, kvp_rank=target), kv_heads_of(to, tp, num_kv_heads)
-        wanted.update(itertools.product([rank], range(5), heads, range(num_tokens)))
-    assert arrived == wanted
+def test_every_decode_rank_gets_each_token_of_each_of_its_heads_once(num_kv_heads: int) -> None:
+    for config in LAYOUTS:
+        held = [(group, 3 + 2 * group) for group in range(config.kvp)]
+        target, num_tokens = config.kvp + 1, sum(count for _, count in held)
+        tp = config.of_group(target).tp
+        parts = parts_of(config, dataclasses.replace(MODEL, num_kv_heads=num_kv_heads), held, target)
+        arrived: Counter[tuple[int, int, int, int]] = Counter()
+        for part in parts:
+            group, stage, tp_rank = config.coordinates(part.source)
+            _, _, to = config.coordinates(part.target)
+            assert config.coordinates(part.target) == (target, 0, to)
+            assert part.layers == config.layers_of(stage, 5)
+            has = kv_heads_of(tp_rank, config.tp, num_kv_heads)
+            wants = kv_heads_of(to, tp, num_kv_heads)
+            assert set(part.heads) <= set(has) & set(wants)
+            assert part.num_tokens == dict(held)[group]
+            assert part.start == sum(count for before, count in held if before < group)
+            tokens = range(part.start, part.start + part.num_tokens)
+            arrived.update(itertools.product([part.target], part.layers, part.heads, tokens))
+        wanted: Counter[tuple[int, int, int, int]] = Counter()
+        for to in range(tp):
+            rank, heads = config.rank_of(stage=0, tp_rank=to, kvp_rank=target), kv_heads_of(to, tp, num_kv_heads)
+            wanted.update(itertools.product([rank], range(5), heads, range(num_tokens)))
+        assert arrived == wanted, config
 
 
 def test_ranks_that_hold_the_same_head_share_the_sending() -> None:

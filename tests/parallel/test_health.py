@@ -158,13 +158,6 @@ def test_trouble_of_a_process(sleeper: Sleeper) -> None:
     assert process.trouble == "has died"
 
 
-def test_a_process_that_this_one_started_is_watched_from_the_first(ranks: Ranks, sleeper: Sleeper) -> None:
-    monitor = ranks.monitor(0, 2, local_ranks=range(2), processes={1: sleeper.pid})
-    sleeper.kill()
-    sleeper.wait()
-    assert monitor.first_error(wait_s=LIMIT_S) == "rank 1 has died; noticed by rank 0 in start"
-
-
 @pytest.mark.parametrize(("number", "what"), [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "is stopped")])
 def test_a_rank_that_is_gone_or_stopped_is_named(ranks: Ranks, sleeper: Sleeper, number: int, what: str) -> None:
     """A rank of its node notices, and those of other nodes hear of it. While it says nothing and runs it has
@@ -193,10 +186,9 @@ def test_a_store_that_does_not_answer(ranks: Ranks, sleeper: Sleeper, monkeypatc
     monkeypatch.setattr(health, "BEHIND_S", LIMIT_S)
     holds = threading.Event()
     monkeypatch.setattr(Monitor, "_round", lambda *args: holds.wait(LIMIT_S))  # nor is anybody's process known by it
-    monitors = {rank: ranks.monitor(rank, 3) for rank in (1, 2)}
+    monitors = {1: ranks.monitor(1, 3), 2: ranks.monitor(2, 3, processes={0: sleeper.pid})}
     monitors[3] = ranks.monitor(3, 4, local_ranks=range(4))
     monitors[4] = ranks.monitor(0, 4, local_ranks=range(4), agent_has_store=True, agent_pid=os.getppid())
-    monitors[2]._processes[0] = Process.of(sleeper.pid)
     wait_until(lambda: monitors[1].has_failure)
     assert not monitors[2].has_failure
     assert not monitors[3].has_failure
