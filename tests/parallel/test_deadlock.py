@@ -342,11 +342,11 @@ def send_messages_late(patch: pytest.MonkeyPatch) -> None:
     """rank 0 computes its part of a batch before it tells the others of the batch."""
     run, send, held = Runner.run, ControlSender.send, list[Callable[[], None]]()
 
-    def hold(self: ControlSender, message: Message, **ranks: Any) -> None:
+    def hold(self: ControlSender, message: Message, **more: Any) -> None:
         if message.batch is None:
-            send(self, message, **ranks)
+            send(self, message, **more)
         else:
-            held.append(partial(send, self, message, **ranks))
+            held.append(partial(send, self, message, **more))
 
     def run_then_send(self: Runner, *args: Any, **kwargs: Any) -> Any:
         result = run(self, *args, **kwargs)
