@@ -172,7 +172,8 @@ def test_what_is_written_at_a_position_is_read_back(seed: int, kind: type[Plans]
                 cache.write(0, new, -new, cache.places(sent.targets, sent.kept))
                 for part in filter(None, (step.own, step.shared)):
                     assert part.device_pages is not None and part.device_pages.tolist() == part.pages.tolist()
-            assert tables.num_blocks == sum(len(request.blocks[group]) for request in plans.live.values())
+            num_blocks = sum(len(tables.blocks(slot)) for slot in range(len(tables.held)))
+            assert num_blocks == sum(len(request.blocks[group]) for request in plans.live.values())
             for slot, request in plans.live.items():
                 tokens, values = request.tokens(group), request.values[request.shard(group)]
                 assert cache.k[0][tokens].flatten().tolist() == values
