@@ -73,10 +73,6 @@ def test_keys_are_those_of_plain_python(requests: list[Waiting], now_s: float) -
         np.testing.assert_allclose(keys, [plain(r, now_s) for r in requests], rtol=1e-9, atol=1e-6, err_msg=name)
 
 
-def test_srpt_is_the_default_within_a_class() -> None:
-    assert load_policy("priority") == load_policy("priority:srpt")
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_no_work_and_no_deadline_give_keys_without_nan(name: str) -> None:
     requests = [
@@ -108,51 +104,6 @@ def test_of_many_the_first_are_those_of_sorting_all(seed: int) -> None:
         expected = rows[np.lexsort([column[rows] for column in reversed(by)])]
         for first in (None, 0, 1, 3, 64, 500, count, 2 * count):
             assert sort_rows(by, first=first, among=among).tolist() == expected[:first].tolist(), (first, count)
-
-
-# -- an overload, on a server of unit rate ---------------------------------------------------------------------
-
-QUANTUM_S, US = 0.02, 1_000_000
-# (arrival, work, deadline): 100 s due after 150 s, and 0.5 s due after 2 s every 1.25 s: until 150 s there are 160 s of
-# work. EDF is optimal on one preemptive server, so the paper's example (tests/reproduce/test_timing.py) cannot tell it
-# from better policies; this does.
-OVERLOAD = [(0.0, 100.0, 150.0), *((0.1 + 1.25 * i, 0.5, 2.0) for i in range(136))]
-
-
-def serve(load: list[tuple[float, float, float]], policy: str) -> tuple[Floats, Floats]:
-    """When each ends, and how long after its deadline, a quantum at a time and without a guard; the clock counts
-    microseconds, so that a deadline met on the dot is met."""
-    arrival_us, work_us, deadline_us = (np.array([round(x * US) for x in column]) for column in zip(*load, strict=True))
-    ranking, now_us, quantum_us = load_policy(policy), 0, round(QUANTUM_S * US)
-    left_us, finish_s = work_us.copy(), np.full(len(load), np.nan)
-    while left_us.any():
-        slots = np.flatnonzero((arrival_us <= now_us) & (left_us > 0))
-        if not slots.size:
-            now_us = int(arrival_us[left_us > 0].min())
-            continue
-        seconds = (column[slots] / US for column in (arrival_us, deadline_us, work_us, left_us))
-        spare_us = quantum_us
-        for slot in slots[order(ranking, Columns(*seconds, *[np.zeros(slots.size, np.int64)] * 3), now_us / US)]:
-            chunk_us = int(min(left_us[slot], spare_us))
-            left_us[slot] -= chunk_us
-            spare_us -= chunk_us
-        now_us += quantum_us - spare_us
-        finish_s[slots[left_us[slots] == 0]] = now_us / US
-    return finish_s, np.round(finish_s - (arrival_us + deadline_us) / US, 6)
-
-
-@pytest.mark.parametrize(
-    ("policy", "worst_s", "long_s"),
-    [
-        ("edf", 11.15, 159.5),  # both turn the long one into a convoy
-        ("lrs", 11.48, 159.5),
-        ("lars", 2.09, 166.0),  # no short waits much longer than its deadline; the long one ends 6.5 s later for it
-    ],
-)
-def test_overload(policy: str, worst_s: float, long_s: float) -> None:
-    finish_s, late_s = serve(OVERLOAD, policy)
-    assert late_s[1:].max() + 2.0 == pytest.approx(worst_s, abs=2 * QUANTUM_S)
-    assert finish_s[0] == pytest.approx(long_s, abs=2 * QUANTUM_S)
 
 
 # -- policies that are wrong -----------------------------------------------------------------------------------
@@ -257,19 +208,10 @@ def test_a_column_that_there_is_not_is_named_with_those_there_are() -> None:
         order(load_policy(late), columns_of([Waiting(), Waiting()]))
 
 
-@pytest.mark.parametrize(
-    ("policy", "found"),
-    [
-        (lambda columns, now_s: columns.num_prompt_tokens, "int64 of shape (1,)"),
-        (lambda columns, now_s: columns.work_left_s[:0], "float64 of shape (0,)"),
-        (lambda columns, now_s: columns.arrival_s.tolist(), "list"),
-    ],
-)
-def test_keys_of_another_type_are_found_when_the_policy_is_loaded(policy: Policy, found: str) -> None:
+def test_keys_of_another_type_are_found_when_the_policy_is_loaded() -> None:
     """A key that is not a number may be one of other requests."""
-    with pytest.raises(ConfigError) as caught:
-        load_policy(policy)
-    assert str(caught.value).endswith(f"<lambda>: returned {found}; accepted: float64 of shape (1,)")
+    with pytest.raises(ConfigError, match=r"<lambda>: returned list; accepted: float64 of shape \(1,\)$"):
+        load_policy(lambda columns, now_s: columns.arrival_s.tolist())  # type: ignore[arg-type, return-value]
     load_policy(lambda columns, now_s: np.full(len(columns), np.nan))
 
 
