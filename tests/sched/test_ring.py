@@ -24,14 +24,14 @@ def test_all_come_to_their_end() -> None:
     """Under any load, with history that moves; the drive holds each group to what it is dealt."""
     drives: list[Drive] = []
 
-    @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(worlds())
     def ends(world: dict[str, Any]) -> None:
         drives.append(Drive(make_scheduler(dealt(world)), world["load"], lambda batch: 0.1).run())
 
     ends()
     # What is drawn depends on the modules that are loaded, as Hypothesis takes constants from them.
-    assert sum(drive.num_dealt > 0 for drive in drives) > 20 and any(drive.num_shifts for drive in drives)
+    assert sum(drive.num_dealt > 0 for drive in drives) > 12 and any(drive.num_shifts for drive in drives)
 
 
 def test_small_chunks_are_gathered_and_large_ones_dealt() -> None:
@@ -65,7 +65,7 @@ def test_a_request_is_dealt_where_that_pays(step_s: float) -> None:
         assert scheduler.prefill_left_s(0, 4000) == pytest.approx(alone_on_one_s)
         seen[ring] = Drive(scheduler, [Job(0.0, 8000, 20), Job(0.0, 100, 5)], lambda batch: 0.1).run()
     if step_s > 1:
-        assert (seen[True].log, left_s[True]) == (seen[False].log, left_s[False])
+        assert (seen[True].batches, left_s[True]) == (seen[False].batches, left_s[False])
         return
     assert seen[True].num_dealt
     for dealt_s, alone_s in zip(left_s[True], left_s[False], strict=True):

@@ -77,21 +77,16 @@ def test_a_decision_while_nothing_can_enter() -> None:
     assert scheduler.schedule(now_s).batch is None and len(asked) < 1000
 
 
-def wait_beside_chats_s(chats_s: float, num_new: int, **options: Any) -> float:
-    """Seconds to the first token of a prompt of 2,900 tokens in a pool of 3,200 beside chats that come for so long."""
-    scheduler = new_scheduler(num_blocks=200, max_batch_tokens=512, depth=1, **options)
-    chats = [Job(at_s, 230 - num_new, num_new) for at_s in np.arange(0.0, chats_s, 0.25).tolist()]
-    return Drive(scheduler, [Job(1.0, 2900, 4), *chats], None).run().first_token_s[0] - 1.0
-
-
 OVER = {"overcommit": True}
 SWAP = {**OVER, "num_swap_blocks": 300, "swap_block_s": 1e-4}
 
 
 @pytest.mark.parametrize(("num_new", "options"), [(30, {}), (30, OVER), (80, OVER), (30, SWAP)])
 def test_a_long_prompt_in_a_pool_full_of_chats(num_new: int, options: dict[str, Any]) -> None:
-    """Once it is guarded what comes free is kept for it."""
-    assert wait_beside_chats_s(35.0, num_new, **options) < 34.0
+    """Once it is guarded what comes free is kept for it: 2,900 of 3,200 tokens, while chats come."""
+    scheduler = new_scheduler(num_blocks=200, max_batch_tokens=512, depth=1, **options)
+    chats = [Job(at_s, 230 - num_new, num_new) for at_s in np.arange(0.0, 35.0, 0.25).tolist()]
+    assert Drive(scheduler, [Job(1.0, 2900, 4), *chats], None).run().first_token_s[0] < 35.0
 
 
 def test_long_prompts_that_do_not_fit_together_beside_chats() -> None:
@@ -108,13 +103,9 @@ def test_long_prompts_that_do_not_fit_together_beside_chats() -> None:
 
 def test_a_long_prompt_beside_less_long_ones_in_a_small_pool() -> None:
     """They leave each other memory by what is left of them, but do not begin before one that has waited for long."""
-
-    def wait_s(stream_s: float) -> float:
-        scheduler = new_scheduler(num_blocks=300, block_size=256, predictor=gpu_predictor(max_tokens=2048))
-        others = [Job(at_s, 9000, 100) for at_s in np.arange(0.0, stream_s, 1.0).tolist()]
-        return Drive(scheduler, [Job(1.0, 66_000, 4), *others], None).run().first_token_s[0] - 1.0
-
-    assert wait_s(160.0) == wait_s(80.0) < 80.0
+    scheduler = new_scheduler(num_blocks=300, block_size=256, predictor=gpu_predictor(max_tokens=2048))
+    others = [Job(float(at_s), 9000, 100) for at_s in range(80)]
+    assert Drive(scheduler, [Job(1.0, 66_000, 4), *others], None).run().first_token_s[0] < 80.0
 
 
 def test_who_can_end_is_not_held_back_for_one_that_cannot() -> None:
@@ -163,11 +154,6 @@ def test_a_guarded_prompt_gets_the_one_place_that_there_is(options: dict[str, An
     assert Drive(scheduler, [Job(1.0, 40_000, 1), *chats], None).run().first_token_s[0] < 21.0
 
 
-def test_without_the_guard_it_waits_for_as_long_as_chats_come() -> None:
-    waits = [wait_beside_chats_s(chats_s, 30, overcommit=True, late_share=0.0) for chats_s in (30.0, 60.0)]
-    assert waits[1] > 1.5 * waits[0]
-
-
 def test_one_impossible_cadence_holds_up_nobody() -> None:
     """Batches as short as it asks for would read no prompt at the speed of the machine."""
 
@@ -198,15 +184,14 @@ def test_lower_classes_are_left_out_for_the_cadence_of_a_higher_one(ahead: dict[
     assert np.mean(gaps_s(high, [replace(job, priority=0) for job in low], **ahead)[0]) > 1.5 * objective_s
 
 
-@pytest.mark.parametrize("num_tokens", [200, 400])
-def test_where_no_lower_one_fits_each_has_the_turns_of_the_guard(num_tokens: int) -> None:
-    high = [Job(0.2, 8, num_tokens, slo=SLO(tpot_s=0.0105), priority=0)] * 10
+def test_where_no_lower_one_fits_each_has_the_turns_of_the_guard() -> None:
+    high = [Job(0.2, 8, 200, slo=SLO(tpot_s=0.0105), priority=0)] * 10
     low = [Job(0.0, 8, 60, priority=2 + i % 2) for i in range(5)]
     gaps = gaps_s(high, low)
     assert max(gap[20:].mean() for gap in gaps[:10]) < 1.01 * 0.0105
     assert max(gap.max() for gap in gaps[10:]) < (len(low) + 1) * 10 * 0.012
     starved = gaps_s(high, low, late_share=0.0)
-    assert max(gap.max() for gap in starved[10:]) > 0.8 * num_tokens * 0.01
+    assert max(gap.max() for gap in starved[10:]) > 0.8 * 200 * 0.01
 
 
 def test_nobody_is_left_out_for_an_objective_that_is_broken_all_the_same() -> None:
