@@ -286,7 +286,6 @@ class Drive:
         self.first_token_s: dict[int, float] = {}  # by job
         self.finish_s: dict[int, float] = {}
         self.token_s: defaultdict[int, list[float]] = defaultdict(list)  # of all its tokens, by job
-        self.log: list[tuple[float, Batch | int]] = []  # when: a batch, or the slot that closed
         self.batches: list[Batch] = []
         self.gave_way: list[int] = []  # by job, in order
         self.num_decodes = self.num_swapped = 0  # of these
@@ -368,7 +367,6 @@ class Drive:
             self._check_bounds(batch)
             self._check_batch(batch)
             self.batches.append(batch)
-            self.log.append((self.now_s, batch))
             seconds = self._seconds(batch) if self._seconds else self.decision.prediction.seconds
             start_s = max(self.now_s, self._in_flight[-1][1]) if self._in_flight else self.now_s
             self._in_flight.append((batch, start_s + seconds, seconds))
@@ -426,7 +424,6 @@ class Drive:
         for slot in closed:
             live = self.live.pop(slot)
             assert live.ended and live.num_in_flight == 0
-            self.log.append((self.now_s, slot))
 
     # -- rules of any scheduler ------------------------------------------------------------------------------------
 
