@@ -14,10 +14,9 @@ from medha.batch import Batch, Row, Shared, Swap
 from medha.config import SchedulerConfig
 from medha.engine.prefix import PrefixIds
 from medha.params import SLO
-from medha.sched.account import Account
 from medha.sched.blocks import BlockPool, HostBlocks
 from medha.sched.memory import KVMemory
-from medha.sched.prefix import Chain, Hit, Path, PrefixCache
+from medha.sched.prefix import Chain, Hit, PrefixCache
 from medha.sched.scheduler import Scheduler
 from tests.sched.virtual import BLOCK, Drive, Job, Live, add, by_tokens, make_scheduler, new_scheduler, step, worlds
 
@@ -236,34 +235,15 @@ def test_a_host_keeps_the_beginning_and_what_was_used_last() -> None:
     assert host.pool.num_free == 2 and not host.run([b"a"])
 
 
-check, note, read, put = Drive._check_batch, KVMemory.note, PrefixCache.read_back, HostBlocks.put
-hold, of, hit_extents = PrefixCache.hold, PrefixIds.of, Account.hit_extents
-
-
-def forgets(cache: PrefixCache, path: Path, end: int, slot: int) -> None:
-    hold(cache, path, end, slot)
-    cache._is_held(path, path.end if path.owner is not None else path.start, path.shared)
-
-
-def shifted(account: Account, slot: int, block_size: int) -> Any:
-    extents, shared = hit_extents(account, slot, block_size)
-    return extents, [one._replace(start=one.start + 1) for one in shared]
-
+check, read, of = Drive._check_batch, PrefixCache.read_back, PrefixIds.of
 
 MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "forgets a reference": (PrefixCache, "hold", forgets),
     "takes what is held": (PrefixCache, "hold", lambda self, path, end, slot: None),
-    "wrong id": (Chain, "__getitem__", lambda self, n: n.to_bytes(16)),
     "no salt": (PrefixIds, "of", lambda self, tokens, *salts: of(self, tokens)),
-    "shifted": (Account, "hit_extents", shifted),
-    "leads to the end": (KVMemory, "note", lambda self, slot, num: note(self, slot, num + 64)),
     "no copy": (Drive, "_check_batch", lambda self, batch: check(self, replace(batch, copies=()))),
     "not copied out": (Drive, "_check_batch", lambda self, batch: check(self, replace(batch, swaps_out=()))),
     "another host block": (PrefixCache, "read_back", lambda self, hit: [block ^ 1 for block in read(self, hit)]),
-    "host block in use": (
-        HostBlocks, "put", lambda self, blocks: [one._replace(host_first=0) for one in put(self, blocks)]
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
