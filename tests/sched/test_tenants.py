@@ -34,25 +34,33 @@ FLOOD: Load = [(0.0, 200, "a", 2)] * 400
 """Shorter prompts than the other tenant's, so that the policy alone would serve all of them before."""
 
 
-@pytest.mark.parametrize("others", [[], [(0.0, 300, "c", 3)]])
-def test_a_flood_of_one_tenant_holds_another_up_by_the_lead_at_most(others: Load) -> None:
+LONG_FLOOD: Load = [(0.0, 20_000, "a", 2)] * 4
+"""First come, first served, they would be read to their end before."""
+
+
+@pytest.mark.parametrize(
+    ("flood", "others", "policy"),
+    [(FLOOD, [], "srpt"), (FLOOD, [(0.0, 300, "c", 3)], "srpt"), (LONG_FLOOD, [], "fcfs")],
+    ids=["short", "a third", "long"],
+)
+def test_a_flood_of_one_tenant_holds_another_up_by_the_lead_at_most(flood: Load, others: Load, policy: str) -> None:
     """Also where a third waits in a lower class, and so is served less than both."""
-    load = [*FLOOD, *((1.0 + i, 400, "b", 2) for i in range(20)), *others]
-    ttfts = first_tokens(load)
-    waits = [ttfts[index] for index in range(len(FLOOD), len(FLOOD) + 20)]
+    load = [*flood, *((1.0 + i, 400, "b", 2) for i in range(20)), *others]
+    ttfts = first_tokens(load, policy=policy)
+    waits = [ttfts[index] for index in range(len(flood), len(flood) + 20)]
     alone_s, batch_s = seconds_of(400), seconds_of(2048)
     assert max(waits) < LEAD_S + 2 * batch_s + 2 * alone_s
     assert np.median(waits) < 2 * batch_s + 2 * alone_s  # b is behind by then
-    nobodys = first_tokens([(at_s, tokens, "", order) for at_s, tokens, _, order in load])
-    assert nobodys[len(FLOOD)] > 5 * max(waits)
+    nobodys = first_tokens([(at_s, tokens, "", order) for at_s, tokens, _, order in load], policy=policy)
+    assert nobodys[len(flood)] > 5 * max(waits)
 
 
 def test_nor_does_it_take_all_places_though_its_requests_are_late() -> None:
     """The guard's share is of time; of the places, which is what lacks, the late of who is ahead have none."""
-    load = [*FLOOD, *((1.0 + i, 400, "b", 2) for i in range(20))]
+    load = [*FLOOD[:200], *((1.0 + i, 400, "b", 2) for i in range(20))]
     ttfts = first_tokens(load, num_new=64, late_share=0.1, max_num_seqs=4)
-    waits = [ttfts[index] for index in range(len(FLOOD), len(FLOOD) + 20)]
-    assert max(waits) < 20.0 and max(ttfts.values()) > 200.0
+    waits = [ttfts[index] for index in range(200, 220)]
+    assert max(waits) < 20.0 and max(ttfts.values()) > 100.0
 
 
 def test_one_tenant_alone_is_served_as_none_is() -> None:

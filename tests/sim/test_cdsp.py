@@ -16,7 +16,6 @@ from medha.cost.improvement import LoadWindow, RateTable
 from medha.sim.replica import Replica, find_model
 from medha.sim.simulator import Simulation
 from medha.workload.synth import synthesize
-from medha.workload.trace import Trace
 from tests.commands import Command
 from tools.best_rates import app, played_ttft_s
 
@@ -25,37 +24,20 @@ CDSP = ("--scheduler", "cdsp", "--hardware", "a100-80g", "--kvp", 8, "--prefill-
 LOAD = ("--workload", "tetris-short", "--num-prompts", 30, "--qps", "1")
 
 
-def replica(num_blocks: int | None = None, **options: object) -> Replica:
-    config = SchedulerConfig("cdsp", **options)  # type: ignore[arg-type]
-    return Replica(SPEC, MODEL, ParallelConfig(kvp=16), config, max_model_len=200_000, num_blocks=num_blocks)
-
-
-def trace(qps: float, count: int) -> Trace:
-    drawn = synthesize("tetris-medium", qps=qps, num_requests=count)
-    return replace(drawn, output_tokens=np.ones_like(drawn.output_tokens))
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"improvement_rate": 0.0, "max_chunks": 1}, {"sp_sizes": (8,)}, {"sp_sizes": (2, 8)}], ids=str
 )
 def test_the_simulation_is_what_the_plans_say(options: dict[str, object]) -> None:
-    load, one = trace(2.0, 150), replica(**options)
+    load = synthesize("tetris-medium", qps=2.0, num_requests=150)
+    load = replace(load, output_tokens=np.ones_like(load.output_tokens))
+    config = SchedulerConfig("cdsp", **options)  # type: ignore[arg-type]
+    one = Replica(SPEC, MODEL, ParallelConfig(kvp=16), config, max_model_len=200_000)
     scheduler, pipeline = one.build()
     outcome = Simulation(scheduler, pipeline, load).run()
     said = played_ttft_s(scheduler.planner, load, LoadWindow(float(one.scheduler.improvement_rate)))
     assert outcome.times.ttft_s == pytest.approx(said, rel=1e-4)  # a chunk may be a token longer, by rounding
     assert outcome.num_batches > len(load) or "max_chunks" in options or options.get("sp_sizes") == (8,)
     assert scheduler.memory.num_used == 0
-
-
-def test_a_stop_and_small_memory() -> None:
-    load = trace(4.0, 60)
-    stopped = Simulation(*replica().build(), load, stop_s=5.0).run()
-    assert stopped.is_stopped and stopped.duration_s <= 5.0
-    outcome = Simulation(*replica(num_blocks=80).build(), load).run()
-    assert not np.isnan(outcome.requests.finish_s).any()
-    assert 0.2 < max(outcome.usage) <= 1.0
-    assert (outcome.times.ttft_s != Simulation(*replica().build(), load).run().times.ttft_s).any()
 
 
 def test_the_command_compares_it_with_medha(command: Command, tmp_path: Path) -> None:
