@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from medha.cost.coefficients import ChunkAttention, Coefficients, Curve, DecodeAttention, Link, MixedAttention
-from medha.cost.predictor import KINDS, MIN_SECONDS, Kind, Predictor, Tick, Work
+from medha.cost.predictor import KINDS, MIN_SECONDS, Predictor, Tick, Work
 from tests.sched.costs import FREE, PLAIN, coefficients
 
 LENGTHS = st.integers(0, 10_000_000) | st.integers(0, 300)
@@ -221,14 +221,6 @@ def test_bad_observations_are_ignored(bad: float) -> None:
     assert not predictor.observe("prefill", 0.01, bad)
     assert not predictor.observe("prefill", bad, 0.01)
     assert predictor.learned == before and before["prefill"][1] == 200
-
-
-@given(st.lists(st.tuples(st.sampled_from(KINDS), st.floats(), st.floats())))
-def test_the_factor_is_always_a_positive_number(observations: list[tuple[Kind, float, float]]) -> None:
-    predictor = Predictor(PLAIN)
-    for kind, predicted_s, busy_s in observations:
-        predictor.observe(kind, predicted_s, busy_s)
-    assert all(0 < predictor.factor(kind) < math.inf for kind in KINDS)
 
 
 def test_kinds_are_apart_and_an_unseen_one_borrows() -> None:

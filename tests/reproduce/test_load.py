@@ -120,7 +120,7 @@ def test_variants_differ_from_medha_in_policy_and_number_of_prefills() -> None:
 
 @pytest.mark.parametrize("system", [MEDHA, SARATHI_2048, WHOLE, LOONGSERVE], ids=lambda system: system.label)
 def test_a_short_play(system: System) -> None:
-    load = Load(MIX, 0.5, 60.0, seed=3)
+    load = Load(MIX, 0.5, 30.0, seed=1)
     play, again = (system.play(load.trace(), stop_s=load.window_s) for _ in range(2))
     assert np.array_equal(play.finish_s, again.finish_s, equal_nan=True) and play.gaps == again.gaps
     assert 0 < play.is_finished.sum() <= len(play.trace) and play.end_s <= load.window_s + 1

@@ -305,9 +305,9 @@ def test_it_serves_its_own_papers_load_better_than_chunked_prefill() -> None:
     llama_2 = replace(MODEL, num_kv_heads=32, intermediate_size=11008, vocab_size=32000)
     prompts, outputs = ((16, 2300), (2700, 210_500), (15_100, 497_300)), ((4, 1000), (4, 300), (4, 100))
     rng = np.random.default_rng(0)
-    dataset = rng.integers(0, 3, 200)
+    dataset = rng.integers(0, 3, 100)
     lengths = [np.exp(rng.uniform(*np.log(np.array(r)[dataset].T))).astype(np.int64) for r in (prompts, outputs)]
-    trace = Trace(np.cumsum(rng.exponential(5.0, 200)), *lengths)
+    trace = Trace(np.cumsum(rng.exponential(5.0, 100)), *lengths)
     chunked = SchedulerConfig(scheduler="sarathi", chunk_size=2048, max_batch_tokens=2048)
     replica = Replica(A100, llama_2, ParallelConfig(tp=8), chunked, max_model_len=500_000)
     theirs = Served.of(Simulation(*replica.build(), trace).run())

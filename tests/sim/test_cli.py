@@ -71,7 +71,8 @@ def test_several_systems_and_rates_are_compared(command: Command, tmp_path: Path
 
 def test_a_trace_brings_its_own_requests_and_objectives(command: Command, tmp_path: Path) -> None:
     """A request that never fits is a failure."""
-    plain, own = tmp_path / "plain.csv", tmp_path / "own.jsonl"
+    plain, own, lengths = (tmp_path / name for name in ("plain.csv", "own.jsonl", "lengths.csv"))
+    lengths.write_text("num_prefill_tokens,num_decode_tokens\n5,6\n7,8\n")
     plain.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,100,3\n0.5,200,4\n1.0,5000,5\n")
     slo_s = np.array([5.0, math.nan, math.nan, 5.0])
     write_trace(own, replace(synthesize("fixed:100,9", "uniform", qps=1, num_requests=4), ttft_slo_s=slo_s))
@@ -89,15 +90,8 @@ def test_a_trace_brings_its_own_requests_and_objectives(command: Command, tmp_pa
     assert run(own, "--slo-tpot-s", "1e-6")["slo_attainment"] == 0.0
     few = run(own, "--num-requests", 2, "--qps", 7)
     assert (few["completed"], few["request_rate"]) == (2, 7.0)
-
-
-def test_lengths_alone_need_a_rate(command: Command, tmp_path: Path) -> None:
-    path = tmp_path / "lengths.csv"
-    path.write_text("num_prefill_tokens,num_decode_tokens\n5,6\n7,8\n")
-    done = command("simulate", "--trace", path)
-    assert (done.code, "without a rate; accepted: --request-rate, or --arrivals at-once" in done.err) == (2, True)
-    assert command("simulate", "--trace", path, "--qps", 3).code == 0
-    assert command("simulate", "--trace", path, "--arrivals", "at-once").code == 0
+    assert [run(lengths, *rate)["completed"] for rate in (("--qps", 3), ("--arrivals", "at-once"))] == [2, 2]
+    assert "without a rate; accepted: --request-rate, or" in command("simulate", "--trace", lengths).err
 
 
 def test_stopping_at_a_virtual_time(command: Command) -> None:
