@@ -275,6 +275,12 @@ def test_a_perfect_pipeline_takes_one_step_a_chunk_and_one_a_further_stage(
         np.testing.assert_allclose(outcome.stage_bubble_s, [[(steps - busy) * STEP_S] * spp], atol=1e-12)
 
 
+def test_a_pipeline_that_is_stopped_has_not_drained() -> None:
+    outcome = piped(3, Trace(np.zeros(1), np.array([128 * 64]), np.ones(1, np.int64)), stop_s=9.5 * STEP_S)
+    np.testing.assert_allclose(outcome.stage_busy_s, [[10 * STEP_S, 9 * STEP_S, 8 * STEP_S]])
+    np.testing.assert_allclose(outcome.stage_bubble_s, [[0.0, STEP_S, 2 * STEP_S]], atol=1e-12)
+
+
 def test_a_decode_alone_leaves_the_other_stages_empty() -> None:
     outcome = piped(3, Trace(np.array([0.0, 9.0]), np.array([100, 100]), np.array([11, 1])))
     assert outcome.requests.finish_s.tolist() == pytest.approx([0.33, 9.03])
