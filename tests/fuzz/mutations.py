@@ -1,39 +1,62 @@
 """Defects that the fuzzer must find: each is put in on every rank of a run.
 
-A defect is a function of a :class:`pytest.MonkeyPatch`; its docstring says what is wrong.
+A defect stands in the place of a function, which it is given first; its docstring says what is wrong.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
-import medha.models.decoder as decoder
 import medha.parallel.kvp as kvp
 from medha.engine.prefix import PrefixIds
 from medha.engine.request import Completion
-from medha.models.layers import FusedKernels, TensorShard
-from medha.sched.decision import Preempted
+from medha.models.decoder import Decoder
 from medha.sched.memory import KVMemory
 from medha.sched.preempt import Preemption
-from medha.sched.prefix import Path, PrefixCache
+from medha.sched.prefix import PrefixCache
 from medha.sched.queue import Queue
 from medha.sched.scheduler import Scheduler
 from medha.text import StopChecker
 from medha.worker.runner import Runner
-from medha.worker.step_input import StepInput
-from medha.worker.swap import HostCache, Run, Wait
+from medha.worker.swap import HostCache
 
-Patch = pytest.MonkeyPatch
+Original = Callable[..., Any]
 
 
-def block_not_freed(patch: Patch) -> None:
+class Mutation(NamedTuple):
+    """A defect and where it is put, on how many ranks it is looked for, which may have to be several, and a seed by
+    which it shows."""
+
+    owner: Any
+    name: str
+    defect: Original
+    shown_by: int
+    ranks: int
+
+    def put_in(self, patch: pytest.MonkeyPatch) -> None:
+        original = getattr(self.owner, self.name)
+        patch.setattr(self.owner, self.name, lambda *args, **more: self.defect(original, *args, **more))
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def instead_of(owner: Any, name: str, *, shown_by: int, ranks: int = 1) -> Callable[[Original], None]:
+    """Enters the defect that it decorates."""
+
+    def enter(defect: Original) -> None:
+        MUTATIONS[defect.__name__] = Mutation(owner, name, defect, shown_by, ranks)
+
+    return enter
+
+
+@instead_of(Preemption, "preempt", shown_by=3)
+def block_not_freed(preempt: Original, *args: Any) -> None:
     """A request that gives way keeps its last block."""
-    preempt, release = Preemption.preempt, KVMemory.release
+    release = KVMemory.release
 
     def kept(self: KVMemory, slot: int) -> None:
         pool, num_frees = self.pools[self._accounts[slot].first], len(self.frees)
@@ -41,144 +64,83 @@ def block_not_freed(patch: Patch) -> None:
         if len(self.frees) > num_frees:
             pool.allocate(-1, 1, reserved=1)
 
-    def keeping(*args: Any) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(KVMemory, "release", kept)
-            preempt(*args)
-
-    patch.setattr(Preemption, "preempt", keeping)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVMemory, "release", kept)
+        preempt(*args)
 
 
-def merge_without_lse(patch: Patch) -> None:
+@instead_of(kvp, "merge_partials", shown_by=5, ranks=2)
+def merge_without_lse(_: Original, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], **more: bool) -> Any:
     """The parts of a sequence on several groups are averaged, whatever their weights."""
-
-    def mean(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], **_: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        outs = torch.stack([out for out, _ in parts])
-        return outs.mean(dim=0), parts[0][1]
-
-    patch.setattr(kvp, "merge_partials", mean)
+    return torch.stack([out for out, _ in parts]).mean(dim=0), parts[0][1]
 
 
-def draw_index_reset(patch: Patch) -> None:
+@instead_of(Runner, "_draws", shown_by=4)
+def draw_index_reset(draws: Original, self: Any, step: Any) -> Any:
     """Who comes back after giving way draws with the numbers of its first tokens again."""
-    draws = Runner._draws
-
-    def reset(self: Runner, step: StepInput) -> Any:
-        slots, indices = draws(self, step)
-        return slots, [index if row.is_decode else 0 for row, index in zip(step.drawn_rows, indices, strict=True)]
-
-    patch.setattr(Runner, "_draws", reset)
+    slots, indices = draws(self, step)
+    return slots, [index if row.is_decode else 0 for row, index in zip(step.drawn_rows, indices, strict=True)]
 
 
-def stale_page(patch: Patch) -> None:
+@instead_of(HostCache, "move", shown_by=3)
+def stale_page(move: Original, self: Any, out: Any, back: Any) -> Any:
     """What comes back from the host lacks its last run of tokens."""
-    move = HostCache.move
-
-    def lacking(self: HostCache, out: Sequence[Run], back: Sequence[Run]) -> list[Wait]:
-        return move(self, out, back[:-1])
-
-    patch.setattr(HostCache, "move", lacking)
+    return move(self, out, back[:-1])
 
 
-def slot_reused_in_flight(patch: Patch) -> None:
+@instead_of(Scheduler, "_close_ended", shown_by=1)
+def slot_reused_in_flight(_: Original, self: Scheduler) -> tuple[int, ...]:
     """An ended request's slot is free though a row of it is in flight."""
-    computed = Queue.computed
-
-    def close(self: Scheduler) -> tuple[int, ...]:
-        closed = sorted(self._queue.ending)
-        for slot in closed:
-            self._queue.drop(slot)
-            self.memory.release(slot)
-        return tuple(closed)
-
-    patch.setattr(Scheduler, "_close_ended", close)
-    patch.setattr(Queue, "computed", lambda self, rows: computed(self, [r for r in rows if r.slot in self.running]))
+    queue: Any = self._queue
+    queue.computed = lambda rows: Queue.computed(queue, [row for row in rows if row.slot in queue.running])
+    closed = tuple(sorted(queue.ending))
+    for slot in closed:
+        queue.drop(slot)
+        self.memory.release(slot)
+    return closed
 
 
-def padding_drawn(patch: Patch) -> None:
+@instead_of(Decoder, "pack_", shown_by=3, ranks=2)
+def padding_drawn(pack_: Original, self: Decoder, shard: Any = None, fused: Any = None) -> None:
     """The vocabulary's padding, where tensor parallelism does not divide it, can be drawn."""
-    pack_ = decoder.Decoder.pack_
-
-    def padded_(self: decoder.Decoder, shard: TensorShard | None = None, fused: FusedKernels | None = None) -> None:
-        pack_(self, shard, fused)
-        size = 1 if shard is None else shard.size
-        self.config = dataclasses.replace(self.config, vocab_size=size * -(-self.config.vocab_size // size))
-
-    patch.setattr(decoder.Decoder, "pack_", padded_)
+    pack_(self, shard, fused)
+    size = 1 if shard is None else shard.size
+    self.config = dataclasses.replace(self.config, vocab_size=size * -(-self.config.vocab_size // size))
 
 
-def min_tokens_counted_anew(patch: Patch) -> None:
+@instead_of(Runner, "_draws", shown_by=129)
+def min_tokens_counted_anew(draws: Original, self: Any, step: Any) -> Any:
     """Who comes back after giving way gives ``min_tokens`` more tokens."""
-    draws = Runner._draws
-
-    def anew(self: Runner, step: StepInput) -> Any:
-        slots, indices = draws(self, step)
-        for slot, row, index in zip(slots, step.drawn_rows, indices, strict=True):
-            if index and not row.is_decode and slot.end_ids:
-                slot.held_until += index
-        return slots, indices
-
-    patch.setattr(Runner, "_draws", anew)
+    slots, indices = draws(self, step)
+    for slot, row, index in zip(slots, step.drawn_rows, indices, strict=True):
+        if index and not row.is_decode and slot.end_ids:
+            slot.held_until += index
+    return slots, indices
 
 
-def stop_string_lost(patch: Patch) -> None:
+@instead_of(Completion, "gave_way", shown_by=3)
+def stop_string_lost(gave_way: Original, self: Completion, preempted: Any) -> None:
     """Who gives way forgets its stop strings."""
-    gave_way = Completion.gave_way
-
-    def forgetting(self: Completion, preempted: Preempted) -> None:
-        gave_way(self, preempted)
-        self._stops = StopChecker(())
-
-    patch.setattr(Completion, "gave_way", forgetting)
+    gave_way(self, preempted)
+    self._stops = StopChecker(())
 
 
-def reference_forgotten(patch: Patch) -> None:
+@instead_of(PrefixCache, "hold", shown_by=1681068044)
+def reference_forgotten(hold: Original, self: PrefixCache, path: Any, end: int, slot: int) -> None:
     """What two requests hold goes with the first that ends."""
-    hold = PrefixCache.hold
-
-    def forgetting(self: PrefixCache, path: Path, end: int, slot: int) -> None:
-        was_held = path.held
-        hold(self, path, end, slot)
-        self._is_held(path, was_held, path.shared)
-
-    patch.setattr(PrefixCache, "hold", forgetting)
+    was_held = path.held
+    hold(self, path, end, slot)
+    self._is_held(path, was_held, path.shared)
 
 
-def ids_of_the_last_tokens(patch: Patch) -> None:
+@instead_of(PrefixIds, "further", shown_by=1681068053)
+def ids_of_the_last_tokens(further: Original, self: PrefixIds, last: bytes, token_ids: Any) -> bytes:
     """An id names its own 16 tokens, not all that come before."""
-    further = PrefixIds.further
-
-    def unchained(self: PrefixIds, last: bytes, token_ids: npt.NDArray[np.int32]) -> bytes:
-        units = range(0, len(token_ids) // self.unit * self.unit, self.unit)
-        return b"".join(further(self, bytes(16), token_ids[at : at + self.unit]) for at in units)
-
-    patch.setattr(PrefixIds, "further", unchained)
+    units = range(0, len(token_ids) // self.unit * self.unit, self.unit)
+    return b"".join(further(self, bytes(16), token_ids[at : at + self.unit]) for at in units)
 
 
-def known_before_computed(patch: Patch) -> None:
+@instead_of(KVMemory, "note", shown_by=1681068045)
+def known_before_computed(note: Original, self: KVMemory, slot: int, num_tokens: int) -> None:
     """What a request has not computed yet is shared."""
-    note = KVMemory.note
-    patch.setattr(KVMemory, "note", lambda self, slot, num_tokens: note(self, slot, num_tokens + 16))
-
-
-class Mutation(NamedTuple):
-    """A defect, on how many ranks it is looked for, which may have to be several, and a seed by which it shows."""
-
-    put_in: Callable[[Patch], None]
-    ranks: int
-    shown_by: int
-
-
-MUTATIONS = {
-    "block-not-freed": Mutation(block_not_freed, 1, 3),
-    "merge-without-lse": Mutation(merge_without_lse, 2, 5),
-    "draw-index-reset": Mutation(draw_index_reset, 1, 4),
-    "stale-page": Mutation(stale_page, 1, 3),
-    "slot-reused-in-flight": Mutation(slot_reused_in_flight, 1, 1),
-    "padding-drawn": Mutation(padding_drawn, 2, 3),
-    "min-tokens-counted-anew": Mutation(min_tokens_counted_anew, 1, 54),
-    "stop-string-lost": Mutation(stop_string_lost, 1, 3),
-    "reference-forgotten": Mutation(reference_forgotten, 1, 1681068043),
-    "ids-of-the-last-tokens": Mutation(ids_of_the_last_tokens, 1, 1681068053),
-    "known-before-computed": Mutation(known_before_computed, 1, 1681068045),
-}
+    note(self, slot, num_tokens + 16)

@@ -39,7 +39,7 @@ def test_fresh_seeds(ranks: range, workers: WorkerPool, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_defect_is_found(name: str, workers: WorkerPool) -> None:
     """By the seed of which that is known, or by one behind it."""
-    _, ranks, first = MUTATIONS[name]
+    first, ranks = MUTATIONS[name].shown_by, MUTATIONS[name].ranks
     cases = (draw(seed, ranks) for seed in range(first, first + 100))
     failures = (failure_of(case, workers if ranks > 1 else None, mutation=name) for case in cases)
     failure = next(filter(None, failures), None)
