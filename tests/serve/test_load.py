@@ -18,9 +18,10 @@ from medha.params import SamplingParams
 from medha.serve import service, web
 from tests.commands import LIMIT_S, wait_until
 from tests.serve.conftest import HEALTH, Server, Start, asked, sent
+from tests.serving import Model, assert_empty, finish, random_ids
 from tools.serve_overhead import Timetable, make_engine
 
-NUM_IDLE, NUM_STREAMS, NUM_TOKENS = 1000, 256, 100
+NUM_IDLE, NUM_STREAMS = 1000, 256
 
 
 @pytest.fixture
@@ -34,41 +35,53 @@ def many_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_files")
-def test_1000_idle_connections_and_256_streams_at_once_are_held(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stream gets every token, and each idle connection an answer afterwards."""
+def test_1000_idle_connections_and_256_streams_at_once_are_held(
+    start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stream, greedy or seeded, gets what the engine says alone, and each idle connection an answer afterwards."""
     monkeypatch.setattr(web, "KEEP_ALIVE_S", LIMIT_S)
-    runner, num_at_once = Timetable(0.005), list[int]()
-    server, submit = start(make_engine(0.0, runner=runner)), runner.submit
+    kinds: Any = [{"temperature": 0.0} if at % 2 else {"seed": at, "top_p": 0.9} for at in range(NUM_STREAMS)]
+    given = [kind | {"prompt": random_ids(5 + at % 40, seed=at)} for at, kind in enumerate(kinds)]
+    server, num_at_once = start(bytes_model.engine(num_blocks=512)), list[int]()
+    runner, submit = server.engine.runner, server.engine.runner.submit
     counting = lambda batch: (num_at_once.append(server.engine.num_unfinished), submit(batch))[1]  # noqa: E731
     monkeypatch.setattr(runner, "submit", counting)
-    body = sent(asked(50, NUM_TOKENS, stream=True, stream_options={"include_usage": True}), connection="close")
 
     async def ask_health(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEALTH)
         assert (await reader.readuntil(b'{"status":"ok"}')).startswith(b"HTTP/1.1 200")
 
-    async def run() -> list[int]:
+    async def run() -> list[bytes]:
         idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(NUM_IDLE)]
         streams = [await asyncio.open_connection("127.0.0.1", server.port, limit=2**22) for _ in range(NUM_STREAMS)]
         for pair in idle:
             await ask_health(*pair)
-        for _, writer in streams:
-            writer.write(body)
+        for (_, writer), body in zip(streams, given, strict=True):
+            writer.write(sent(body | {"max_tokens": 12, "stream": True}, connection="close"))
         with server.engine.turns:  # they begin together
             async with asyncio.timeout(LIMIT_S):
                 while server.front.num_open.total() < NUM_STREAMS:
                     await asyncio.sleep(0.01)
-        ends = await asyncio.gather(*(reader.readuntil(b"data: [DONE]") for reader, _ in streams))
+        answers = await asyncio.gather(*(reader.readuntil(b"data: [DONE]") for reader, _ in streams))
         for pair in idle:
             await ask_health(*pair)
         for _, writer in (*idle, *streams):
             writer.close()
-        return [json.loads(end.split(b"data: ")[-2].split(b"\n")[0])["usage"]["completion_tokens"] for end in ends]
+        return answers
 
-    assert asyncio.run(run()) == [NUM_TOKENS] * NUM_STREAMS and max(num_at_once) == NUM_STREAMS
+    def text(answer: bytes) -> str:
+        events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith(b"data: {")]
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    texts = [text(answer) for answer in asyncio.run(run())]
+    assert max(num_at_once) == NUM_STREAMS
     wait_until(server.is_idle)
-    scheduler = server.engine.scheduler
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.memory.num_used) == (0, 0, 0)
+    assert_empty(server.engine)
+    alone = bytes_model.engine(num_blocks=512)
+    for at, (body, kind) in enumerate(zip(given, kinds, strict=True)):
+        alone.add_request(str(at), body["prompt"], SamplingParams(max_tokens=12, **kind))
+    expected = finish(alone)
+    assert texts == [expected[str(at)].outputs[0].text for at in range(NUM_STREAMS)]
 
 
 def num_blocks_after(server: Server, num_requests: int) -> int:
@@ -97,12 +110,12 @@ def num_blocks_after(server: Server, num_requests: int) -> int:
     return sys.getallocatedblocks()
 
 
-def test_nothing_is_kept_of_1000_requests(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object of each would be 1,000; the chunks that explanations are made of are kept, up to a limit."""
+def test_nothing_is_kept_of_400_requests(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One object of each would be 400; the chunks that explanations are made of are kept, up to a limit."""
     monkeypatch.setattr(explain, "_CHUNKS_KEPT", 64)
     server = start(make_engine(0.001))
-    before = num_blocks_after(server, 400)
-    assert num_blocks_after(server, 1000) - before < 900
+    before = num_blocks_after(server, 200)
+    assert num_blocks_after(server, 400) - before < 360
 
 
 def test_what_follows_a_delivery_comes_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import openai
@@ -12,7 +12,7 @@ from medha.outputs import CompletionOutput, Logprob
 from medha.params import SamplingParams
 from medha.serve.protocol import _logprobs
 from tests.serve.conftest import CHAT, PATH, Server, asked, asked_in_chat, served
-from tests.serving import Model, finish, random_ids, serve_one
+from tests.serving import Model, serve_one
 
 
 @pytest.fixture
@@ -55,24 +55,18 @@ def test_several_prompts_with_several_completions(client: openai.OpenAI, bytes_m
 
 def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI, bytes_model: Model) -> None:
     given: Any = {"max_tokens": 90, "temperature": 0.0}
-    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(client.completions.create(model="model", prompt="hello", **given, **options))
+    ask = partial(client.completions.with_raw_response.create, model="model", prompt="hello", stream=True, **given)
+    answer = ask(stream_options={"include_usage": True})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"  # else some take it for Latin-1
+    chunks: Any = list(answer.parse())
     assert "".join(one.choices[0].text for one in chunks[:-1]) == alone(bytes_model, "hello", **given).text
     assert len(chunks) > 3 and len({one.id for one in chunks}) == 1
     assert chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 90
     assert all(one.usage is None for one in chunks[:-1])
-
-
-def test_usage_that_is_told_all_along(client: openai.OpenAI) -> None:
-    """vLLM's option, which load generators ask for."""
-    options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    given: Any = {"max_tokens": 20, "temperature": 0, "stream": True, "stream_options": options}
-    answer = client.completions.with_raw_response.create(model="model", prompt="hello", **given)
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"  # else some take it for Latin-1
-    told = [one.usage for one in answer.parse()]
-    made = [one.completion_tokens for one in told if one is not None]
-    assert len(made) == len(told) and made == sorted(made) and (made[0] < 20, made[-2:]) == (True, [20, 20])
+    along: Any = {"include_usage": True, "continuous_usage_stats": True}  # vLLM's, which load generators ask for
+    made = [one.usage.completion_tokens for one in ask(stream_options=along).parse()]
+    assert made == sorted(made) and (made[0] < 90, made[-2:]) == (True, [90, 90])
 
 
 def test_a_chat(client: openai.OpenAI, bytes_model: Model) -> None:
@@ -136,24 +130,6 @@ def test_logprobs_of_a_completion_and_of_its_stream(client: openai.OpenAI) -> No
     assert logprobs.text_offset[0] == 0
     pieces = [one.choices[0].logprobs for one in client.completions.create(**given, stream=True)]
     assert [at for piece in pieces if piece is not None for at in piece.text_offset or ()] == logprobs.text_offset
-
-
-def test_200_streams_at_once_have_the_tokens_of_the_engine_alone(client: openai.OpenAI, bytes_model: Model) -> None:
-    """Greedy ones and seeded ones."""
-    kinds: Any = [{"temperature": 0.0} if at % 2 else {"seed": at, "top_p": 0.9} for at in range(200)]
-    prompts = [random_ids(5 + at % 40, seed=at) for at in range(200)]
-
-    def text(at: int) -> str:
-        stream = client.completions.create(model="model", prompt=prompts[at], max_tokens=8, stream=True, **kinds[at])
-        return "".join(chunk.choices[0].text for chunk in stream)
-
-    with ThreadPoolExecutor(200) as pool:
-        texts = list(pool.map(text, range(200)))
-    engine = bytes_model.engine(num_blocks=512)
-    for at, prompt in enumerate(prompts):
-        engine.add_request(str(at), prompt, SamplingParams(max_tokens=8, **kinds[at]))
-    expected = finish(engine)
-    assert texts == [expected[str(at)].outputs[0].text for at in range(200)]
 
 
 def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:

@@ -3,6 +3,7 @@
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
+from medha.child.process import Child
 from medha.text import Tokenizer
 
 LLAMA3 = (
@@ -74,7 +75,12 @@ def word_level() -> tokenizers.Tokenizer:
     return backend
 
 
+_RENDERER = Child("medha.child.text")
+
+
 def chat_tokenizer(template: str | None, *, adds_bos: bool = False) -> Tokenizer:
-    return Tokenizer(
-        byte_level(adds_bos), special_tokens={"bos_token": "<|bos|>", "eos_token": "<|eot_id|>"}, chat_template=template
-    )
+    """One that renders in the child of all of them, which gets the template with each message."""
+    names = {"bos_token": "<|bos|>", "eos_token": "<|eot_id|>"}
+    tokenizer = Tokenizer(byte_level(adds_bos), special_tokens=names, chat_template=template)
+    tokenizer._renderer = _RENDERER
+    return tokenizer

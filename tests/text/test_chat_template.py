@@ -218,10 +218,8 @@ DEEP = {
 @pytest.mark.parametrize("name", DEEP)
 def test_no_template_ends_the_process(name: str) -> None:
     """Depth of any kind ends in text or in an error, and the next conversation is served."""
-    template = "{% if messages[0].content == 'good' %}fine{% else %}" + DEEP[name] + "{% endif %}"
-    for source in (DEEP[name], template):
-        tokenizer = chat_tokenizer(source)
-        with suppress(ChatTemplateError):
-            assert isinstance(rendered(tokenizer, [{"role": "user", "content": "bad"}]), str)
+    tokenizer = chat_tokenizer("{% if messages[0].content == 'good' %}fine{% else %}" + DEEP[name] + "{% endif %}")
+    with suppress(ChatTemplateError):
+        assert isinstance(rendered(tokenizer, [{"role": "user", "content": "bad"}]), str)
     with suppress(ChatTemplateError):  # of what does not compile
         assert rendered(tokenizer, [{"role": "user", "content": "good"}]) == "fine"
