@@ -7,7 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -150,32 +150,22 @@ input()
     wait_until(lambda: not is_there(pid))
 
 
-def test_an_answer_that_is_waited_for_can_be_given_up(echo: Callable[..., Child]) -> None:
+@pytest.mark.parametrize("end", [Child.interrupt, Child.close])
+def test_an_answer_that_is_waited_for_can_be_given_up(
+    echo: Callable[..., Child], end: Callable[[Child], object]
+) -> None:
     child = echo()
-    child.interrupt()  # nobody waits
+    end(child)  # there is none
+    pid = int(child.ask(PID))
+    end(child)  # nobody waits
+    assert is_there(pid) == (end is Child.interrupt)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(child.ask, SLEEP)
-        while not asked.done():
-            child.interrupt()
-            wait([asked], 0.1)
+        wait_until(lambda: child._process is not None and child._lock.locked())
+        end(child)
     with pytest.raises(ChildError, match="SIGKILL"):
         asked.result()
     assert child.ask(b"more") == b"more"
-
-
-def test_who_closes_it_may_ask_again(echo: Callable[..., Child]) -> None:
-    child = echo()
-    child.close()  # there is none
-    pid = int(child.ask(PID))
-    child.close()
-    assert not is_there(pid)
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(child.ask, SLEEP)
-        wait_until(lambda: child._process is not None)
-        child.close()
-    with pytest.raises(ChildError):
-        asked.result()
-    assert child.ask(b"again") == b"again"
 
 
 def test_children_that_have_ended_leave_nothing(echo: Callable[..., Child]) -> None:

@@ -14,7 +14,7 @@ from medha.cli import command as commands
 from medha.cli.command import complain, make_app, run_app
 from medha.cli.report import environment
 from medha.errors import ConfigError, EngineDeadError, RequestError, ValidationError
-from tests.commands import ENVIRONMENT, LIMIT_S, Command, run_python, without_torch
+from tests.commands import ENVIRONMENT, LIMIT_S, Command, without_torch
 
 
 @pytest.mark.parametrize("arguments", [[], ["-v"], ["generate", "-h"], ["env", "--help"]])
@@ -24,11 +24,11 @@ def test_help_and_version_load_no_torch(arguments: list[str]) -> None:
     assert done.stdout == f"medha {medha.__version__}\n" if arguments == ["-v"] else "Usage: medha" in done.stdout
 
 
-def test_help_breaks_its_lines_at_the_width_alone(command: Command) -> None:
-    text = " ".join(command("bench", "serve", "--help").out.split("╭")[0].split())
-    assert "ITL: gap between successive tokens. E2EL: arrival to last token." in text
-    done = run_python("-m", "medha", "bench", "serve", "--help", COLUMNS="80")
-    paragraph = done.stdout.split("TTFT: arrival")[1].split("\n \n")[0].split("╭")[0].rstrip().splitlines()
+def test_help_breaks_its_lines_at_the_width_alone(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = command("bench", "serve", "--help").out.split("╭")[0]
+    assert "ITL: gap between successive tokens. E2EL: arrival to last token." in " ".join(text.split())
+    paragraph = text.split("TTFT: arrival")[1].split("\n \n")[0].rstrip().splitlines()
     assert all(len(line.rstrip()) > 60 for line in paragraph[1:-1])
 
 

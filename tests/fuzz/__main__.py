@@ -1,22 +1,19 @@
 """The long run: python -m tests.fuzz --runs 1000 --ranks 2-8"""
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from pprint import pprint
-from typing import Annotated
 
-import typer
 from transformers.utils.logging import disable_progress_bar
 
-from medha.cli.command import make_app, run_app
 from tests.fuzz.cases import Case, draw
 from tests.fuzz.drive import failure_of
 from tests.fuzz.reference import Failure
 from tests.fuzz.shrink import shrink
 from tests.parallel.workers import WorkerPool
+from tools.command import main
 
 SEEDS = Path(__file__).with_name("seeds.txt")
 _SHRINK_S = 600.0
@@ -30,12 +27,9 @@ def recorded() -> Iterator[tuple[int, int]]:
             yield int(fields[0]), int(fields[1])
 
 
-def run(
-    runs: Annotated[int, typer.Option(help="How many seeds.")] = 100,
-    ranks: Annotated[str, typer.Option(help="A number, or two as in 2-8: one after the other.")] = "1",
-    first: Annotated[int, typer.Option(help="The first seed.")] = 0,
-) -> int:
-    """Run seeds; a failure is shrunk, printed and recorded."""
+def run(runs: int = 100, ranks: str = "1", first: int = 0) -> int:
+    """Run so many seeds from the first on, over a number of ranks or, as in 2-8, over each of these by turns; a failure
+    is shrunk, printed and recorded."""
     least, _, most = ranks.partition("-")
     numbers = range(int(least), int(most or least) + 1)
     num_failed = 0
@@ -72,6 +66,4 @@ def _keep(seed: int, ranks: int, failure: Failure, workers: WorkerPool) -> None:
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"
     disable_progress_bar()
-    app = make_app()
-    app.command()(run)
-    sys.exit(run_app(app, "python -m tests.fuzz"))
+    main(run)

@@ -99,7 +99,7 @@ def _check(case: Case, ask: Ask, answer: Answer, fits: Sequence[int], reference:
     must = "ContextLengthError" if room < 1 else "KVCapacityError" if is_large else None
     may = (must, "DeadlineError") if case.options.get("admission") == "refuse" and ask.slo is not None else (must,)
     if answer.refused not in may:
-        raise Failure("refused", f"{answer.refused}, must be {must}: {needed} KV tokens, {fits} fit")
+        raise Failure(f"refused by {answer.refused}", f"must be {must}: {needed} KV tokens, {fits} fit")
     if answer.refused is not None:
         return
     rules = _Rules(case, ask, max_tokens)

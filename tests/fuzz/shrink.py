@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
-from tests.fuzz.cases import Ask, Case, Model
+from tests.fuzz.cases import Ask, Case
 
 _KEPT = ("temperature", "seed", "max_tokens")  # without them there is more, or what no reference tells
 
@@ -27,43 +27,22 @@ def shrink(case: Case, fails: Callable[[Case], bool], *, limit_s: float) -> Case
     return case
 
 
-def smaller(case: Case) -> Iterator[Case]:
-    """Cases with a little less in them: requests, ranks, options, the model, parts of requests."""
-    asks = case.asks
-    size = len(asks) // 2
-    while size:
-        for start in range(0, len(asks), size):
-            if rest := asks[:start] + asks[start + size :]:
-                yield replace(case, asks=rest)
-        size //= 2
-    for axis, degree in enumerate(case.layout):
-        for less in {1, degree // 2} if degree > 1 else ():
-            yield replace(case, layout=tuple(less if a == axis else d for a, d in enumerate(case.layout)))
-    yield from (replace(case, decode=less) for less in ((0, 0), (1, 1)) if less < case.decode)
-    yield replace(case, abandon=None, step_s=1e-3, token_s=1e-5, spike=1.0)
-    yield from (replace(case, options=_without(case.options, name)) for name in case.options)
-    yield from (replace(case, model=model) for model in _smaller_models(case))
-    for index, ask in enumerate(asks):
-        yield from (replace(case, asks=(*asks[:index], less, *asks[index + 1 :])) for less in _smaller_asks(ask))
-
-
-def _smaller_models(case: Case) -> Iterator[Model]:
-    model, plain = case.model, Model()
-    for name in ("family", "tied", "stored", "shard_size", "num_textless", "eos"):
-        yield replace(model, **{name: getattr(plain, name)})
-    yield replace(model, shape=model.shape | {"num_hidden_layers": case.layout[1]})
-    yield from (replace(model, shape=_without(model.shape, name)) for name in model.shape if "layers" not in name)
-
-
-def _smaller_asks(ask: Ask) -> Iterator[Ask]:
-    yield replace(ask, at=0, abort=None, priority="normal", slo=None)
-    yield from (replace(ask, **{name: getattr(Ask(), name)}) for name in ("at", "abort", "priority", "slo"))
-    yield from (replace(ask, params=_without(ask.params, name)) for name in ask.params if name not in _KEPT)
-    for tokens in (ask.max_tokens // 2, ask.max_tokens - 1):
-        if tokens >= max(1, ask.params.get("min_tokens", 0)):
-            yield replace(ask, params=ask.params | {"max_tokens": tokens})
-    yield from (replace(ask, length=length) for length in (ask.length // 2, ask.length - 1) if length)
-
-
-def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key != name}
+def smaller(value: Any) -> Iterator[Any]:
+    """The same with a little less in it: fewer requests or names, a field as it is by default, less in one part; some
+    of it may be no case that can run, which fails in another way."""
+    if is_dataclass(value):
+        plain = type(value)()
+        for name, its in sorted(vars(value).items(), key=lambda field: field[0] != "asks"):
+            default = () if name in ("length", "params") else (getattr(plain, name),)  # of which there is more
+            yield from (replace(value, **{name: less}) for less in (*default, *smaller(its)))
+    elif isinstance(value, dict):
+        names = [name for name in value if name not in _KEPT]
+        yield from ({other: its for other, its in value.items() if other != name} for name in names)
+        yield from (value | {name: less} for name in value if name != "seed" for less in smaller(value[name]))
+    elif isinstance(value, tuple):
+        sizes = [len(value) // 2**n for n in range(1, len(value).bit_length())] if Ask in map(type, value) else []
+        yield from (value[:at] + value[at + size :] for size in sizes for at in range(0, len(value), size))
+        for at, one in enumerate(value):
+            yield from ((*value[:at], less, *value[at + 1 :]) for less in smaller(one))
+    elif isinstance(value, int) and value > 1:
+        yield from (value // 2, value - 1)

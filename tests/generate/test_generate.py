@@ -69,7 +69,7 @@ def _loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def configured(run: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
+def configured(bare: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
     """The engine configuration that a command line leads to; no model is loaded."""
     build_role = Mock(side_effect=ConfigError("no model is loaded here"))
     monkeypatch.setattr(medha.engine.build, "build_role", build_role)
@@ -77,7 +77,7 @@ def configured(run: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., E
     monkeypatch.setattr("medha.generate.work._checked", lambda config, arrivals: arrivals)
 
     def configure(*arguments: str) -> EngineConfig:
-        done = run("--prompt", "x", *arguments)
+        done = bare("--model_path", folder, "--prompt", "x", *arguments)
         assert (done.code, "no model is loaded here" in done.err) == (2, True), done.err
         return build_role.call_args.args[0]
 
@@ -239,7 +239,8 @@ def test_a_model_without_tokenizer_takes_and_prints_ids(bare: Command, ids_alone
         ("--max-model-len 2K --max-num-batched-tokens=1k", {"max_model_len": 2048, "max_batch_tokens": 1000}),
         ('--long_threshold 10M --hf-overrides {"a":1}', {"long_threshold": 10 << 20, "hf_overrides": {"a": 1}}),
         ('--rope_scaling={"rope_type":"linear","factor":2}', {"rope_scaling": {"rope_type": "linear", "factor": 2}}),
-        ("--no-enable-prefix-caching", {"prefix_caching": False}),
+        ("--num-kv-blocks=64 --no-enable-prefix-caching", {"num_kv_blocks": 64, "prefix_caching": False}),
+        ("--kv-memory=1GiB", {"kv_memory": "1GiB"}),
         ("--enable-prefix-caching", {"prefix_caching": True}),
         ("--trust-remote-code --served-model-name x --kv_cache_dtype=auto", {}),
     ],
@@ -247,13 +248,7 @@ def test_a_model_without_tokenizer_takes_and_prints_ids(bare: Command, ids_alone
 def test_options_of_ours_and_of_vllm(
     configured: Callable[..., EngineConfig], folder: Path, given: str, changes: dict[str, Any]
 ) -> None:
-    assert configured(*given.split()) == EngineConfig.from_flat(str(folder), num_kv_blocks=64, **changes)
-
-
-def test_a_pool_sized_twice_is_refused(configured: Callable[..., EngineConfig], bare: Command, folder: Path) -> None:
-    with pytest.raises(AssertionError, match="num_kv_blocks and kv_memory both size the KV pool"):
-        configured("--kv-memory", "1GiB")
-    assert "no model is loaded here" in bare("--model_path", folder, "--prompt", "x", "--kv-memory=1GiB").err
+    assert configured(*given.split()) == EngineConfig.from_flat(str(folder), **changes)
 
 
 def test_options_that_change_nothing_are_noted_and_a_value_may_look_like_one(run: Command) -> None:
@@ -300,6 +295,12 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
         ("{model} --requests {requests} --output {requests}", "which is read; accepted: another file"),
         ("{model} --prompt x --output {tmp}/old.jsonl", "old.jsonl is not empty; accepted: another file"),
         ("{model} --prompt x --overwrite", "ConfigError: --overwrite without --output"),
+        ("{model} --prompt x --num-kv-blocks 64 --kv-memory 1GiB", "num_kv_blocks and kv_memory both size the KV pool"),
+        (
+            "{model} --requests {tmp}/trace.jsonl",
+            "{tmp}/trace.jsonl is a trace (format mooncake): it has lengths and no prompts; to serve random prompts of "
+            "these lengths: medha bench serve --dataset-path {tmp}/trace.jsonl, ",
+        ),
         ("{model} --prompt x --resume --output {tmp}/o", "ConfigError: --resume without --requests"),
         (
             "{model} --requests {requests} --resume --overwrite --output {tmp}/o",
@@ -332,18 +333,13 @@ def test_bad_usage_is_one_line(
     (tmp_path / "latin-1.txt").write_bytes(b"Zo\xeb")
     (tmp_path / "old.jsonl").write_text(EARLIER)
     (tmp_path / "profile").write_text(PLAIN.to_json())
+    write_lines(tmp_path / "trace.jsonl", {"timestamp": 0, "input_length": 5, "output_length": 5})
     names = {"model": folder, "requests": requests, "tmp": tmp_path, "long": "x" * 300}
     names["anew"] = f"--prompt x --output {tmp_path}/old.jsonl --overwrite --log-level warning"
     done = bare(*arguments.format(**names).split())
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert done.err.startswith("error: ") and message.format(**names) in done.err
     assert (requests.read_text(), (tmp_path / "old.jsonl").read_text()) == ('{"prompt": "x"}\n', EARLIER)
-
-
-def test_a_trace_is_no_request_file(run_rows: Command) -> None:
-    trace = '{"timestamp": 0, "input_length": 5, "output_length": 5}'
-    done = run_rows([trace])
-    assert done.code == 2 and re.search(r"is a trace \(format mooncake\).* serve --dataset-path .*in\.jsonl", done.err)
 
 
 BAD_LINES: dict[str, tuple[dict[str, Any] | str, str]] = {
