@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fuzz.__main__ import recorded
+from tests.fuzz.__main__ import recorded, shrink
 from tests.fuzz.cases import Ask, Case, Model, draw  # noqa: F401 - the names of a printed case
 from tests.fuzz.drive import failure_of
 from tests.fuzz.mutations import MUTATIONS
-from tests.fuzz.shrink import shrink
 from tests.parallel.workers import WorkerPool
 
 FRESH_S = {range(1, 2): 6.0, range(2, 5): 6.0}

@@ -15,7 +15,6 @@ import pytest
 from medha.batch import Batch
 from medha.config import EngineConfig
 from medha.cost.predictor import Work
-from medha.engine.request import Request
 from medha.params import SamplingParams
 from medha.serve import app
 from medha.serve.keys import Key
@@ -150,15 +149,18 @@ def test_the_eta_of_one_that_waits_counts_what_is_there(start: Start, bytes_mode
 
 
 class Predicted(Timetable):
-    """Batches take on a clock of its own what they are predicted to, and what attention is dearer than that."""
+    """The runner of an engine with one request, of so many tokens, and its service. Batches take on a clock of its own
+    what they are predicted to, and what attention is dearer than that."""
 
     now_s = 0.0
 
-    def __init__(self, dearer_s: float) -> None:
+    def __init__(self, length: int, dearer_s: float = 0.0) -> None:
         self._dearer_s = dearer_s  # a pair of a query and a key
         self.engine = make_engine(0.0, runner=self, clock=lambda: self.now_s, max_model_len=1 << 17)
         assert self.engine.scheduler.predictor is not None
         self._truth = self.engine.scheduler.predictor.uncorrected()
+        self.engine.add_request("long", [5] * length, SamplingParams(max_tokens=2))
+        (self.long,), self.service = self.engine.live.values(), Service(self.engine)
 
     def submit(self, batch: Batch) -> PendingStep:
         works = [Work(row.q_len, row.position, row.is_decode, None, row.samples) for row in batch.rows]
@@ -171,14 +173,6 @@ class Predicted(Timetable):
             return StepResult(rows, [Sampled(7, True)] * len(rows), seconds)
 
         return PendingStep(result)
-
-
-def of_a_long_one(length: int, dearer_s: float) -> tuple[Predicted, Service, Request]:
-    """A runner and a service whose engine has one request, of so many tokens."""
-    runner = Predicted(dearer_s)
-    runner.engine.add_request("long", [5] * length, SamplingParams(max_tokens=2))
-    (long,) = runner.engine.live.values()
-    return runner, Service(runner.engine), long
 
 
 @pytest.mark.parametrize(
@@ -198,8 +192,8 @@ def test_the_eta_is_within_a_tenth(short_s: tuple[float, float], dearer_s: float
     """Of the time to first token, from where some share of the prompt is read on. Short ones come from one time to
     another. With the pace of as much as is left, the last four are off by 19, 10, 14 and 11 %."""
     length = 100_000
-    runner, service, long = of_a_long_one(length, dearer_s)
-    engine = runner.engine
+    runner = Predicted(length, dearer_s)
+    engine, service, long = runner.engine, runner.service, runner.long
     told: list[tuple[float, float, float]] = []
     number, due_s, said_s = 0, short_s[0], 0.0
     while not long.first.token_ids:
@@ -221,7 +215,8 @@ def test_the_eta_is_within_a_tenth(short_s: tuple[float, float], dearer_s: float
 
 def test_who_has_given_way_is_expected_again() -> None:
     """Its ETA counts what it has lost, and not that it has taken long for what it has."""
-    runner, service, long = of_a_long_one(20_000, 0.0)
+    runner = Predicted(20_000)
+    service, long = runner.service, runner.long
     waits_s = service.eta_s([long])
     while long.first.num_computed_tokens < 12_000:
         runner.engine.step()

@@ -59,8 +59,9 @@ def test_a_fit_nearly_finds_the_rates_that_made_the_rows(tmp_path: Path) -> None
     assert max(fitted.gemm.flops_per_s) == pytest.approx(max(H100.gemm.flops_per_s), rel=0.05)
 
 
-def test_a_gpu_with_tables_of_its_own(tmp_path: Path) -> None:
+def test_a_gpu_with_tables_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured is fitted, with errors of what was not seen; the rest follows by published ratios."""
+    monkeypatch.setattr("tools.fit_spec._ROUNDS", 20)
     made = replace(H100, attention=MADE)
     write_tables(tmp_path, made)
     gpu = replace(PUBLISHED["h100-80g"], name="mine", nvlink_bytes_per_s=450e9)
