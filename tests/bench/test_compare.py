@@ -30,16 +30,14 @@ class SamplingParams:
 class LLM:
     def __init__(self, model, *, skip_tokenizer_init, enable_prefix_caching, dtype, max_model_len, seed,
                  kv_cache_memory_bytes):
+        self.running = {}
         assert skip_tokenizer_init and not enable_prefix_caching
         assert not {"medha", "torch"} & set(sys.modules)
         print("vLLM is chatty")
     def generate(self, prompts, params, use_tqdm):
-        return [Made(outputs=[Made(token_ids=range(given["prompt_token_ids"][-1] + 1, given["prompt_token_ids"][-1] + 1
-            + one.max_tokens))]) for given, one in zip(prompts, params)]
-    @property
-    def llm_engine(self):
-        self.running = getattr(self, "running", {})
-        return self
+        starts = [given["prompt_token_ids"][-1] + 1 for given in prompts]
+        return [Made(outputs=[Made(token_ids=range(at, at + one.max_tokens))]) for at, one in zip(starts, params)]
+    llm_engine = property(lambda self: self)
     def add_request(self, name, prompt, params):
         self.running[name] = [0, params.max_tokens]
     def step(self):

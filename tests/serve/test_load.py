@@ -6,8 +6,10 @@ import asyncio
 import gc
 import json
 import resource
+import socket
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from medha.engine import explain
 from medha.params import SamplingParams
 from medha.serve import service, web
 from tests.commands import LIMIT_S, wait_until
-from tests.serve.conftest import HEALTH, Server, Start, asked, sent
+from tests.serve.conftest import HEALTH, Server, Start, asked, received, sent
 from tests.serving import Model, assert_empty, finish, random_ids
 from tools.serve_overhead import Timetable, make_engine
 
@@ -47,33 +49,24 @@ def test_1000_idle_connections_and_256_streams_at_once_are_held(
     counting = lambda batch: (num_at_once.append(server.engine.num_unfinished), submit(batch))[1]  # noqa: E731
     monkeypatch.setattr(runner, "submit", counting)
 
-    async def ask_health(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(HEALTH)
-        assert (await reader.readuntil(b'{"status":"ok"}')).startswith(b"HTTP/1.1 200")
+    def is_answered(client: socket.socket) -> bool:
+        client.sendall(HEALTH)
+        return received(client, lambda answer: answer.endswith(b'{"status":"ok"}')).startswith(b"HTTP/1.1 200")
 
-    async def run() -> list[bytes]:
-        idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(NUM_IDLE)]
-        streams = [await asyncio.open_connection("127.0.0.1", server.port, limit=2**22) for _ in range(NUM_STREAMS)]
-        for pair in idle:
-            await ask_health(*pair)
-        for (_, writer), body in zip(streams, given, strict=True):
-            writer.write(sent(body | {"max_tokens": 12, "stream": True}, connection="close"))
-        with server.engine.turns:  # they begin together
-            async with asyncio.timeout(LIMIT_S):
-                while server.front.num_open.total() < NUM_STREAMS:
-                    await asyncio.sleep(0.01)
-        answers = await asyncio.gather(*(reader.readuntil(b"data: [DONE]") for reader, _ in streams))
-        for pair in idle:
-            await ask_health(*pair)
-        for _, writer in (*idle, *streams):
-            writer.close()
-        return answers
-
-    def text(answer: bytes) -> str:
-        events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith(b"data: {")]
+    def text(client: socket.socket) -> str:
+        lines = received(client, lambda answer: b"data: [DONE]" in answer).splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
         return "".join(event["choices"][0]["text"] for event in events)
 
-    texts = [text(answer) for answer in asyncio.run(run())]
+    with ExitStack() as stack:
+        idle, streams = ([stack.enter_context(server.dial()) for _ in range(n)] for n in (NUM_IDLE, NUM_STREAMS))
+        assert all(map(is_answered, idle))
+        with server.engine.turns:  # they begin together
+            for client, body in zip(streams, given, strict=True):
+                client.sendall(sent(body | {"max_tokens": 12, "stream": True}))
+            wait_until(lambda: server.front.num_open.total() == NUM_STREAMS)
+        texts = list(map(text, streams))
+        assert all(map(is_answered, idle))
     assert max(num_at_once) == NUM_STREAMS
     wait_until(server.is_idle)
     assert_empty(server.engine)
@@ -110,12 +103,12 @@ def num_blocks_after(server: Server, num_requests: int) -> int:
     return sys.getallocatedblocks()
 
 
-def test_nothing_is_kept_of_400_requests(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object of each would be 400; the chunks that explanations are made of are kept, up to a limit."""
+def test_nothing_is_kept_of_700_requests(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One object of each would be 700; the chunks that explanations are made of are kept, up to a limit."""
     monkeypatch.setattr(explain, "_CHUNKS_KEPT", 64)
     server = start(make_engine(0.001))
-    before = num_blocks_after(server, 200)
-    assert num_blocks_after(server, 400) - before < 360
+    before = num_blocks_after(server, 300)
+    assert num_blocks_after(server, 700) - before < 630
 
 
 def test_what_follows_a_delivery_comes_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
