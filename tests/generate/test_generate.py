@@ -5,12 +5,10 @@ import os
 import pty
 import re
 import signal
-import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from medha.engine.replay import replay
 from medha.errors import ConfigError
 from medha.models.needle import make_haystack, write_needle
 from medha.worker.runner import Runner
-from tests.commands import ENVIRONMENT, LIMIT_S, Command, Done, parse, wait_until, without_torch, write_lines
+from tests.commands import Command, Done, parse, wait_until, without_torch, write_lines
 from tests.sched.costs import PLAIN
 from tests.serving import Model
 
@@ -80,18 +78,6 @@ def configured(bare: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return build_role.call_args.args[0]
 
     return configure
-
-
-@contextmanager
-def spawn(*arguments: str | Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """The command in a process of its own, which ends with the block."""
-    command = [sys.executable, "-m", "medha.generate", *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    with subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 # -- what it prints ----------------------------------------------------------------------------------------------
@@ -499,25 +485,27 @@ def test_a_full_disk_behind_stdout_or_nobody(run: Command, tmp_path: Path, monke
 # -- terminals, logs, help ---------------------------------------------------------------------------------------
 
 
-def test_a_terminal_shows_bar_rate_time_left_and_count(folder: Path, tmp_path: Path) -> None:
+def test_a_terminal_shows_bar_rate_time_left_and_count(run_rows: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         {"id": "document", "prompt": make_haystack(6_000).prompt},
         {"id": "talker", "prompt": "hello", "max_tokens": 40, "ignore_eos": True},
         {"id": "short", "prompt": ADA},
     ]
-    requests = write_lines(tmp_path / "in.jsonl", *rows)
     master, terminal = pty.openpty()
-    termios.tcsetwinsize(terminal, (30, 80))
-    what = ["--num-kv-blocks", "64", "--chunk-size", "256", "--requests", requests]
-    with spawn(folder, *what, stdin=terminal, stdout=terminal, stderr=terminal) as process:
-        os.close(terminal)
-        seen = b""
-        with suppress(OSError):  # Linux's way to say that the other end is closed
-            while data := os.read(master, 65536):
-                seen += data
-        assert process.wait(LIMIT_S) == 0
-    os.close(master)
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+
+    def shown() -> Iterator[bytes]:
+        with open(master, "rb", 0) as screen, suppress(OSError):  # Linux's way to say that the other end is closed
+            while data := screen.read(65536):
+                yield data
+
+    with ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(lambda: b"".join(shown()))
+        with open(terminal, "w") as both, monkeypatch.context() as patch:
+            patch.setenv("COLUMNS", "80")
+            for name in ("stdout", "stderr"):
+                patch.setattr(sys, name, both)
+            assert run_rows(rows, "--chunk-size", "256").code == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.result().decode())
     assert re.search(r"document +[━╸╺ ]+ [\d,]+/6,000 +[\d,]+ tok/s +\d\d:\d\d", text)
     assert re.search(r"requests done +[━╸╺ ]+ [0-3]/3 ", text)  # which of them depends on the machine's speed
     assert re.search(r"short   31-plum\.  \[stop after 10 tokens, TTFT ", text)

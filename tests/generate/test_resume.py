@@ -2,6 +2,8 @@
 
 import signal
 import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,7 @@ from medha.engine.replay import replay
 from medha.errors import ConfigError
 from medha.generate.__main__ import app
 from medha.generate.work import read_earlier
-from tests.commands import LIMIT_S, parse, wait_until, write_lines
-from tests.generate.test_generate import spawn
+from tests.commands import ENVIRONMENT, LIMIT_S, parse, wait_until, write_lines
 from tests.serving import Model
 
 ROWS = [{"id": f"r{i}", "prompt": f"Question {i}", "max_tokens": 10 + i % 7, "temperature": 1.0} for i in range(24)]
@@ -41,7 +42,9 @@ def test_a_run_that_was_killed_goes_on(bytes_model: Model, tmp_path: Path) -> No
     rows = [row if at < 12 else row | {"arrival_s": 1e5} for at, row in enumerate(ROWS)]  # it does not end before
     options[1] = write_lines(tmp_path / "slow.jsonl", *rows)
     slow = [bytes_model.folder, *options, "--num-kv-blocks", "32", "--output", output, "--journal", tmp_path / "run"]
-    with spawn(*slow, stdout=subprocess.DEVNULL, stderr=None) as process:
+    command = [sys.executable, "-m", "medha.generate", *map(str, slow)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL) as process, ExitStack() as stack:
+        stack.callback(process.kill)
         wait_until(lambda: process.poll() is not None or (output.exists() and output.read_text().count("\n") >= 4))
         process.terminate()
         assert process.wait(LIMIT_S) == -signal.SIGTERM

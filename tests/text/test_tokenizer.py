@@ -195,7 +195,7 @@ def test_a_long_text_takes_memory_within_bounds_and_for_a_while() -> None:
     backend = byte_level()
     backend.normalizer = normalizers.Replace("x", "y" * 20)
     tokenizer = Tokenizer(backend)
-    assert len(tokenizer.encode_array("y" * 3_000_000)) == 3_000_000
+    assert len(tokenizer.encode_array("y" * 1_000_000)) == 1_000_000
     child = tokenizer._encoder.child._process
     assert child is not None
     memory = Path(f"/proc/{child.pid}/statm")
