@@ -326,13 +326,6 @@ def test_a_request_that_fails_is_a_line_of_the_log(server: Server, monkeypatch: 
     assert [record.exc_info is not None for record in caplog.records] == [True, False, False]
 
 
-def test_bodies_together_have_a_limit(start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_BODIES", 0.5)  # as one is read at a time here
-    server = start(bytes_model.engine(), max_body_bytes=1000)
-    for padding, code in ((600, 503), (0, 200)):
-        assert server.post(PATH, json.dumps(asked(5, 1)).encode() + b" " * padding)[0] == code
-
-
 def test_a_huge_body_holds_up_nobody(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a child has it, tokens come, the loop answers, and a large one is read, its ids as an array."""
     plain = server.post(PATH, asked(7000, 2))[1]["choices"]
@@ -470,7 +463,7 @@ def test_short_prompts_wait_for_no_thread(server: Server, monkeypatch: pytest.Mo
     assert in_thread.call_count == 4
 
 
-def test_a_body_in_pieces_without_a_length(start: Start, bytes_model: Model) -> None:
+def test_bodies_in_pieces_and_all_together_have_a_limit(start: Start, bytes_model: Model, monkeypatch: Any) -> None:
     server = start(bytes_model.engine(), max_body_bytes=2000)
     for size, status in ((10, 200), (1500, 413)):
         body = json.dumps(asked(size, 1)).encode()
@@ -479,6 +472,9 @@ def test_a_body_in_pieces_without_a_length(start: Start, bytes_model: Model) -> 
             with suppress(ConnectionError):  # one that is too large is answered before it is there
                 connection.request("POST", PATH, iter(parts), {"content-type": "application/json"}, encode_chunked=True)
             assert connection.getresponse().status == status
+    monkeypatch.setattr(app, "_BODIES", 0.5)  # as one is read at a time here
+    for padding, status in ((1200, 503), (0, 200)):
+        assert server.post(PATH, json.dumps(asked(5, 1)).encode() + b" " * padding)[0] == status
 
 
 def test_fields_that_nobody_knows_are_counted_and_named_once(start: Start, bytes_model: Model, caplog: Any) -> None:

@@ -1,4 +1,7 @@
-"""What the tools' command lines and live tools share."""
+"""What the tools' command lines and live tools share, and the plots of ``plot_ttft``."""
+
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,6 +9,7 @@ import pytest
 from medha.errors import ConfigError
 from tools.command import chosen, numbers, print_head, print_row, run_tool
 from tools.live import SHORT_FROM_S, SHORT_LENS, long_and_short, random_llama
+from tools.plot_ttft import plot_ttft
 
 
 def shout(word: str, times: int = 2, ends: str = "!") -> None:
@@ -49,3 +53,25 @@ def test_short_requests_are_the_same_beside_long_ones() -> None:
         assert one.arrival_s == other.arrival_s >= SHORT_FROM_S
         assert np.array_equal(one.prompt, other.prompt)
         assert SHORT_LENS[0] <= len(one.prompt) <= SHORT_LENS[1]
+
+
+RUN = {"label": "lars", "start_times": [0.0, 1.0, 2.0], "ttfts": [0.5, None, 9.0], "input_lens": [10, 20, 9000]}
+REQUESTS = [{"arrival_s": 0.0, "ttft_s": 0.5, "input_len": 10}, {"arrival_s": 1.0, "ttft_s": None, "input_len": 9000}]
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"runs": [RUN, RUN | {"label": "edf"}]},
+        {name: value for name, value in RUN.items() if name != "label"} | {"runs": 1},
+        {"systems": [{"system": name, "requests": REQUESTS} for name in ("EDF", "LRS", "LARS", "Sarathi-512")]},
+    ],
+    ids=["simulate", "serve", "convoy"],
+)
+def test_a_panel_a_system(report: dict[str, object], tmp_path: Path) -> None:
+    path, picture = tmp_path / "report.json", tmp_path / "ttft.svg"
+    path.write_text(json.dumps(report))
+    assert run_tool(plot_ttft, [str(path), str(picture)]) == 0
+    drawn = picture.read_text()
+    num_panels = max(1, str(report).count("'label'"), str(report).count("'system'"))
+    assert len(drawn) > 5000 and drawn.count('id="axes_') >= num_panels
