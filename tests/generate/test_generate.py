@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -442,44 +442,36 @@ def test_an_interrupt_keeps_what_was_written(run: Command, tmp_path: Path) -> No
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
-def test_answers_go_on_into_the_file_when_nobody_reads_the_others(
-    run_rows: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The readers of stdout and of stderr go away in the middle of a run."""
-    rows = [{"id": str(i), "prompt": ADA, "max_tokens": 30 + 10 * i, "ignore_eos": True} for i in range(4)]
-    output = tmp_path / "out.jsonl"
-
-    def read_a_line(fd: int) -> str:
-        with open(fd) as reader:
-            return reader.readline()
-
-    with ThreadPoolExecutor() as pool, ExitStack() as stack:
-        heads = []
-        for name in ("stdout", "stderr"):
-            reader, writer = os.pipe()
-            heads.append(pool.submit(read_a_line, reader))
-            monkeypatch.setattr(sys, name, stack.enter_context(open(writer, "w")))
-        assert run_rows(rows, "--output", output, "--json", "--explain").code == 0
-    assert all(head.result() for head in heads)
-    assert sorted(row["id"] for row in parse(output.read_text())) == ["0", "1", "2", "3"]
-
-
-def test_a_full_disk_behind_stdout_or_nobody(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output, (reader, writer) = tmp_path / "out.jsonl", os.pipe()
+def nobody() -> int:
+    """The end of a pipe whose reader has gone."""
+    reader, writer = os.pipe()
     os.close(reader)
-    ends = []
-    several = ("--prompt", BRUNO)
-    for stdout, *more in (("/dev/full", *several), ("/dev/full", *several, "--output", output), (writer,)):
-        with open(stdout, "w") as full, monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", full)
+    return writer
+
+
+def test_what_takes_nothing_behind_stdout_and_stderr(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, and nobody. Where there is an output file all answers are in it."""
+    ends, several, files = [], ("--prompt", BRUNO), (tmp_path / "one.jsonl", tmp_path / "other.jsonl")
+    for names, takes_nothing, *more in (
+        (["stdout"], "/dev/full", *several),
+        (["stdout"], "/dev/full", *several, "--output", files[0]),
+        (["stdout"], nobody()),
+        (["stdout", "stderr"], nobody(), *several, "--output", files[1], "--json", "--explain"),
+    ):
+        with open(takes_nothing, "w") as stream, monkeypatch.context() as patch:
+            for name in names:
+                patch.setattr(sys, name, stream)
             done = run("--prompt", ADA, "--log-level", "warning", *more)
             ends.append((done.err, done.code))
     assert ends == [
         ("error: RequestError: stdout: No space left on device; what was written before is kept\n", 3),
         ("medha: stdout could not be written (No space left on device); all answers are in the output file\n", 0),
         ("", 1),
+        ("", 0),
     ]
-    assert len(parse(output.read_text())) == 2
+    assert [len(parse(path.read_text())) for path in files] == [2, 2]
 
 
 # -- terminals, logs, help ---------------------------------------------------------------------------------------

@@ -1,13 +1,18 @@
-"""Hand-made steps: every group knows what a row has cached there, and the batch that is timed is as asked."""
+"""Hand-made steps: every group knows what a row has cached there, and the batch that is timed is as asked; and what
+``medha profile`` finds on a GPU, for which on the emulated one see ``tests/cuda``."""
 
 from typing import Any
 
 import pytest
 
 from medha.batch import Batch, Row
+from medha.config import EngineConfig
+from medha.cost.predictor import Predictor, Work
+from medha.profile.calibrate import Effort, measure
 from medha.profile.steps import FIRST_SLOT, Step, StepRunner, chunk, decodes
 from medha.worker.step import PendingStep, StepResult
 from medha.worker.step_input import Slots
+from tests.serving import Model
 
 BLOCK = 16
 
@@ -71,3 +76,19 @@ def test_a_shared_row_lies_on_every_group_of_its_run(num_groups: int) -> None:
     assert sum(held) == kv + 7 and min(held) > 0
     assert all(tokens % BLOCK == 0 for tokens in held[:-1])
     assert str(runner.batches[-1].rows[0]).endswith(f"on groups 0-{num_groups - 1}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention_backend", ["flashinfer", "torch"])
+def test_what_grows_with_the_keys_is_told_apart(needle: Model, attention_backend: str) -> None:
+    if attention_backend == "flashinfer":
+        pytest.importorskip("flashinfer")
+    effort = Effort(chunks=(64, 256), batches=(1, 16), lengths=(1024, 16384, 131072), total_s=5.0)
+    options = {"num_kv_blocks": 600, "attention_backend": attention_backend}
+    config = EngineConfig.from_flat(str(needle.folder), device="cuda", dtype="bfloat16", **options)
+    found = measure(config, effort, max_kv=131072)
+    assert found is not None
+    predictor = Predictor(found[0])
+    chunks = [predictor.predict([Work(256, kv, False)]) for kv in (0, 131072)]
+    decodes = [predictor.predict([Work(1, kv, True)] * 16) for kv in (1024, 131072)]
+    assert chunks[1] > 1.2 * chunks[0] and decodes[1] > decodes[0]

@@ -159,18 +159,18 @@ def test_a_stall_ends_streams_and_the_server(bytes_model: Model, tmp_path: Path)
         "import runpy\n"
         "runpy.run_module('medha.serve', run_name='__main__')"
     )
-    options = (bytes_model.folder, *SMALL, "--stall-timeout", 3, "--port", 0)
+    options = (bytes_model.folder, *SMALL, "--stall-timeout", 2, "--port", 0)
     with Process(tmp_path / "log", [sys.executable, "-c", code, *map(str, options)]) as server:
-        time.sleep(4)  # an idle server is no stall
+        time.sleep(3)  # an idle server is no stall
         answer = server.complete("hello", 80, stream=True)
         server.process.send_signal(signal.SIGSTOP)
-        time.sleep(4)
+        time.sleep(3)
         server.process.send_signal(signal.SIGCONT)
         assert last_events(answer)[0]["choices"][0]["finish_reason"] == "length"
         event, done = last_events(server.complete("hello", 1000, stream=True))
         assert event["error"]["code"] == "engine_dead" and done == b"data: [DONE]"
         assert server.wait() == 4
-        assert "no batch has completed for 3 s" in server.log.read_text()
+        assert "no batch has completed for 2 s" in server.log.read_text()
 
 
 def test_a_package_that_is_missing_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,15 +131,9 @@ def test_who_takes_nothing_for_long_is_let_go(start: Start, bytes_model: Model, 
     assert_empty(server.engine)
 
 
-def test_half_a_request_ends(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_BODY_S", 0.2)
-    with server.dial() as client:
-        client.sendall(sent(asked(5, 1))[:-1])
-        assert client.recv(4096).startswith(b"HTTP/1.1 408")
-
-
 def test_a_silent_connection_is_closed(start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a first head, within one, and within a later one, also where its bytes trickle in."""
+    """Before a first head, within one, and within a later one, also where its bytes trickle in. One that asks again
+    stays, longer than it may take to send a head."""
     monkeypatch.setattr(web, "KEEP_ALIVE_S", 1)
     server = start(bytes_model.engine())
     for begun in (b"", HEALTH[:-2], HEALTH + HEALTH[:-2]):
@@ -157,12 +151,6 @@ def test_a_silent_connection_is_closed(start: Start, bytes_model: Model, monkeyp
                         assert time.monotonic() < end_s
                         client.sendall(b"x" if begun else b"")
             assert answer.count(b"200 OK") == begun.count(b"\r\n\r\n")
-
-
-def test_a_connection_that_asks_again_stays(start: Start, bytes_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than it may take to send a head."""
-    monkeypatch.setattr(web, "KEEP_ALIVE_S", 1)
-    server = start(bytes_model.engine())
 
     def is_answered(client: socket.socket) -> bool:
         with suppress(ConnectionError):
@@ -463,7 +451,8 @@ def test_short_prompts_wait_for_no_thread(server: Server, monkeypatch: pytest.Mo
     assert in_thread.call_count == 4
 
 
-def test_bodies_in_pieces_and_all_together_have_a_limit(start: Start, bytes_model: Model, monkeypatch: Any) -> None:
+def test_bodies_in_pieces_all_together_and_half_a_one(start: Start, bytes_model: Model, monkeypatch: Any) -> None:
+    """One without a length is not read beyond the limit; so many may be read at once; one that does not come ends."""
     server = start(bytes_model.engine(), max_body_bytes=2000)
     for size, status in ((10, 200), (1500, 413)):
         body = json.dumps(asked(size, 1)).encode()
@@ -475,6 +464,10 @@ def test_bodies_in_pieces_and_all_together_have_a_limit(start: Start, bytes_mode
     monkeypatch.setattr(app, "_BODIES", 0.5)  # as one is read at a time here
     for padding, status in ((1200, 503), (0, 200)):
         assert server.post(PATH, json.dumps(asked(5, 1)).encode() + b" " * padding)[0] == status
+    monkeypatch.setattr(app, "_BODY_S", 0.2)
+    with server.dial() as client:
+        client.sendall(sent(asked(5, 1))[:-1])
+        assert client.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_fields_that_nobody_knows_are_counted_and_named_once(start: Start, bytes_model: Model, caplog: Any) -> None:
