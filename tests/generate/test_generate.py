@@ -6,7 +6,7 @@ import pty
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -62,22 +62,6 @@ def run_rows(run: Command, tmp_path: Path) -> Command:
 @pytest.fixture
 def _loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(medha.engine.build, "build_role", lambda *_, **__: pytest.fail("the model is loaded"))
-
-
-@pytest.fixture
-def configured(bare: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
-    """The engine configuration that a command line leads to; no model is loaded."""
-    build_role = Mock(side_effect=ConfigError("no model is loaded here"))
-    monkeypatch.setattr(medha.engine.build, "build_role", build_role)
-    monkeypatch.setattr("medha.generate.__main__.own_ranks", lambda *_: nullcontext())
-    monkeypatch.setattr("medha.generate.work._checked", lambda config, arrivals: arrivals)
-
-    def configure(*arguments: str) -> EngineConfig:
-        done = bare("--model_path", folder, "--prompt", "x", *arguments)
-        assert (done.code, "no model is loaded here" in done.err) == (2, True), done.err
-        return build_role.call_args.args[0]
-
-    return configure
 
 
 # -- what it prints ----------------------------------------------------------------------------------------------
@@ -230,9 +214,15 @@ def test_a_model_without_tokenizer_takes_and_prints_ids(bare: Command, ids_alone
     ],
 )
 def test_options_of_ours_and_of_vllm(
-    configured: Callable[..., EngineConfig], folder: Path, given: str, changes: dict[str, Any]
+    bare: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, given: str, changes: dict[str, Any]
 ) -> None:
-    assert configured(*given.split()) == EngineConfig.from_flat(str(folder), **changes)
+    build_role = Mock(side_effect=ConfigError("no model is loaded here"))
+    monkeypatch.setattr(medha.engine.build, "build_role", build_role)
+    monkeypatch.setattr("medha.generate.__main__.own_ranks", lambda *_: nullcontext())
+    monkeypatch.setattr("medha.generate.work._checked", lambda config, arrivals: arrivals)
+    done = bare("--model_path", folder, "--prompt", "x", *given.split())
+    assert (done.code, "no model is loaded here" in done.err) == (2, True), done.err
+    assert build_role.call_args.args[0] == EngineConfig.from_flat(str(folder), **changes)
 
 
 def test_options_that_change_nothing_are_noted_and_a_value_may_look_like_one(run: Command) -> None:

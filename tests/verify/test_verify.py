@@ -4,7 +4,6 @@ demo, on a short document."""
 import io
 import json
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -35,30 +34,19 @@ from tests.commands import Command, Done
 
 QUICK = ["--device", "cpu", "--needle-tokens", "256"]
 
-Verify = Callable[[], tuple[Done, dict[str, set[str]]]]
+
+def verify(command: Command, report: Path) -> tuple[Done, set[tuple[str, str]]]:
+    """Runs the command; how it ended, and the checks of its report with each verdict that they have."""
+    done = command("verify", *QUICK, "--output-json", report)
+    return done, {(row["check"], row["verdict"]) for row in json.loads(report.read_text())["checks"]}
 
 
-@pytest.fixture
-def verify(command: Command, tmp_path: Path) -> Verify:
-    """Runs the command; how it ended, and the verdicts of each check in its report."""
-
-    def run() -> tuple[Done, dict[str, set[str]]]:
-        done = command("verify", *QUICK, "--output-json", tmp_path / "report.json")
-        found: dict[str, set[str]] = {}
-        for row in json.loads((tmp_path / "report.json").read_text())["checks"]:
-            found.setdefault(row["check"], set()).add(row["verdict"])
-        return done, found
-
-    return run
-
-
-def test_all_is_well_in_one_process(verify: Verify) -> None:
-    done, verdicts = verify()
+def test_all_is_well_in_one_process(command: Command, tmp_path: Path) -> None:
+    done, verdicts = verify(command, tmp_path / "report.json")
     assert (done.code, done.err) == (0, "")
     assert "medha verify: kvp=1 x spp=1 x tp=1, 1 rank, float32" in done.out
     assert "11 passed, 0 failed, 0 not run" in done.out
-    passing = ("attention", "merge", "parity", "needle", "KV bytes")
-    assert verdicts == {check: {PASS} for check in passing}
+    assert verdicts == {(check, PASS) for check in ("attention", "merge", "parity", "needle", "KV bytes")}
 
 
 BACKEND = type(choose_backend("auto", LayerShape(8, 2, 64, torch.float32), torch.device("cpu"))[0])
@@ -70,7 +58,7 @@ BACKEND = type(choose_backend("auto", LayerShape(8, 2, 64, torch.float32), torch
     ids=["merge", "backend"],
 )
 def test_a_part_in_a_thousand_is_found(
-    verify: Verify, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, failing: set[str]
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, failing: set[str]
 ) -> None:
     """Which leaves the needle as it is."""
     right = getattr(owner, name)
@@ -80,9 +68,9 @@ def test_a_part_in_a_thousand_is_found(
         return out * 1.001, lse
 
     monkeypatch.setattr(owner, name, off)
-    done, verdicts = verify()
+    done, verdicts = verify(command, tmp_path / "report.json")
     assert done.code == 3 and "FAIL" in done.out
-    assert {check for check, found in verdicts.items() if FAIL in found} == failing
+    assert {check for check, verdict in verdicts if verdict == FAIL} == failing
 
 
 RAISING = Mock(side_effect=RuntimeError("no such kernel"))
