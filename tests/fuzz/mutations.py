@@ -54,19 +54,13 @@ def instead_of(owner: Any, name: str, *, shown_by: int, ranks: int = 1) -> Calla
 
 
 @instead_of(Preemption, "preempt", shown_by=3)
-def block_not_freed(preempt: Original, *args: Any) -> None:
-    """A request that gives way keeps its last block."""
-    release = KVMemory.release
-
-    def kept(self: KVMemory, slot: int) -> None:
-        pool, num_frees = self.pools[self._accounts[slot].first], len(self.frees)
-        release(self, slot)
-        if len(self.frees) > num_frees:
-            pool.allocate(-1, 1, reserved=1)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVMemory, "release", kept)
-        preempt(*args)
+def block_not_freed(preempt: Original, self: Preemption, victims: Any, now_s: float) -> None:
+    """A request that gives way keeps a block."""
+    victims, memory = list(victims), self.memory
+    pools = [memory.pools[memory._accounts[state.slot].first] for state in victims]
+    preempt(self, victims, now_s)
+    for pool in pools:
+        pool.allocate(-1, 1, reserved=1)
 
 
 @instead_of(kvp, "merge_partials", shown_by=5, ranks=2)

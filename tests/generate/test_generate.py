@@ -497,7 +497,6 @@ def test_a_terminal_shows_bar_rate_time_left_and_count(run_rows: Command, monkey
 
 
 def test_log_level(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run("--prompt", ADA, "--log-level", "error").err == ""
     monkeypatch.setenv("MEDHA_LOG_LEVEL", "warning")
     assert run("--prompt", ADA).err == ""
     assert "loading" in run("--prompt", ADA, "--log-level", "INFO").err

@@ -19,6 +19,7 @@ from medha.engine import explain
 from medha.params import SamplingParams
 from medha.serve import service, web
 from tests.commands import LIMIT_S, wait_until
+from tests.engines import submitted
 from tests.serve.conftest import HEALTH, Server, Start, asked, received, sent
 from tests.serving import Model, assert_empty, finish, random_ids
 from tools.serve_overhead import Timetable, make_engine
@@ -44,10 +45,8 @@ def test_1000_idle_connections_and_256_streams_at_once_are_held(
     monkeypatch.setattr(web, "KEEP_ALIVE_S", LIMIT_S)
     kinds: Any = [{"temperature": 0.0} if at % 2 else {"seed": at, "top_p": 0.9} for at in range(NUM_STREAMS)]
     given = [kind | {"prompt": random_ids(5 + at % 40, seed=at)} for at, kind in enumerate(kinds)]
-    server, num_at_once = start(bytes_model.engine(num_blocks=512)), list[int]()
-    runner, submit = server.engine.runner, server.engine.runner.submit
-    counting = lambda batch: (num_at_once.append(server.engine.num_unfinished), submit(batch))[1]  # noqa: E731
-    monkeypatch.setattr(runner, "submit", counting)
+    server = start(bytes_model.engine(num_blocks=512))
+    batches = submitted(server.engine)
 
     def is_answered(client: socket.socket) -> bool:
         client.sendall(HEALTH)
@@ -67,7 +66,7 @@ def test_1000_idle_connections_and_256_streams_at_once_are_held(
             wait_until(lambda: server.front.num_open.total() == NUM_STREAMS)
         texts = list(map(text, streams))
         assert all(map(is_answered, idle))
-    assert max(num_at_once) == NUM_STREAMS
+    assert max(len(batch.rows) for batch in batches) == NUM_STREAMS
     wait_until(server.is_idle)
     assert_empty(server.engine)
     alone = bytes_model.engine(num_blocks=512)

@@ -25,7 +25,8 @@ def alone(model: Model, prompt: Any, **params: Any) -> Any:
 
 
 def test_a_completion(client: openai.OpenAI, bytes_model: Model) -> None:
-    answer = client.completions.create(model="model", prompt="hello", max_tokens=6, temperature=0)
+    given: Any = {"model": "model", "prompt": "hello", "max_tokens": 6, "temperature": 0}
+    answer = client.completions.create(**given)
     expected = alone(bytes_model, "hello", max_tokens=6, temperature=0.0)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (expected.text, "length")
@@ -33,9 +34,7 @@ def test_a_completion(client: openai.OpenAI, bytes_model: Model) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 6, 11)
     assert answer.id.startswith("cmpl-") and answer.object == "text_completion"
     assert [model.id for model in client.models.list()] == ["model"]
-    stopped = client.completions.create(
-        model="model", prompt="hello", max_tokens=6, temperature=0, stop=expected.text[:2]
-    )
+    stopped = client.completions.create(**given, stop=expected.text[:2])
     assert stopped.choices[0].finish_reason == "stop"
 
 

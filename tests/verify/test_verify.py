@@ -231,10 +231,8 @@ def test_every_answer_is_right_and_questions_do_not_wait_for_the_document(
     assert text.endswith("6 of 6 answers right.\n")
 
     names = ["document", "chat-1", "chat-2", "chat-3", "chat-4", "chat-5"]
-    finished, expected = results.call_args.args
+    finished, _ = results.call_args.args
     again, *others = comparison.call_args.args
-    rows = results(finished, expected)
-    assert rows[0]["prompt_tokens"] == 2048 and {row[""] for row in rows} == {"right"}
     rows = comparison(again, *others)
     assert [row["request"] for row in rows] == names and {row["answers"] for row in rows} == {"right"}
     answers = [output.outputs[0].text.strip() for output in finished]

@@ -73,12 +73,10 @@ def test_stats(trace: Command, mooncake: Path) -> None:
     done = trace("stats", mooncake, "--output-json", "-")
     figures = json.loads(done.out)
     assert (figures["format"], figures["num_requests"], figures["qps"], figures["gap_cv"]) == ("mooncake", 5, 2.0, 0.0)
-    assert figures["prompt_tokens"] == {
-        "total": 105, "mean": 21.0, "min": 1, "p50": 21.0, "p90": 37.0, "p99": 40.6, "max": 41
-    }  # fmt: skip
+    assert list(figures["prompt_tokens"].values()) == [105, 21.0, 1, 21.0, 37.0, 40.6, 41]
     table = " ".join(trace("stats", mooncake).out.split())
-    wanted = ("prompt tokens: total 105, mean 21, min 1, p50 21,", "gap cv: 0", "qps: 2", "from 128K share 0.0%")
-    for text in wanted:
+    lengths = "prompt tokens: total 105, mean 21, min 1, p50 21, p90 37, p99 40.6, max 41"
+    for text in (lengths, "gap cv: 0", "qps: 2", "from 128K share 0.0%"):
         assert text in table
 
 
