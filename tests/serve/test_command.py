@@ -21,10 +21,8 @@ from tests.serve.process import Process, last_events, serving, streams_under_loa
 from tests.serving import Model
 
 SMALL = ("--max-model-len", "4096", "--num-kv-blocks", "64", "--num-threads", "1")
-LOADED = (
-    *("--max-model-len", "65536", "--num-kv-blocks", "8192", "--max-num-seqs", "4"),
-    *("--num-threads", "1", "--hf-overrides", '{"max_position_embeddings": 65536}'),
-)
+LOADED = ["--max-model-len", "65536", "--num-kv-blocks", "8192", "--max-num-seqs", "4", "--num-threads", "1"]
+LOADED += ["--hf-overrides", '{"max_position_embeddings": 65536}']
 
 
 def test_a_signal_lets_running_requests_end_and_takes_no_more(bytes_model: Model, tmp_path: Path) -> None:

@@ -138,14 +138,12 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
         client.completions.create(model="other", prompt="hello")
     given: dict[str, Any] = {"tools": [{"type": "function"}], "response_format": {"type": "json_object"}}
     for name, value in given.items():
-        fields: Any = {"messages": [{"role": "user", "content": "x"}], name: value}
         with pytest.raises(openai.BadRequestError, match=f"{name} is not implemented"):
-            client.chat.completions.create(model="model", **fields)
+            client.chat.completions.create(model="model", **asked_in_chat(**{name: value}))
     with pytest.raises(openai.BadRequestError, match="fewer than max_model_len"):
         client.completions.create(model="model", prompt=[1] * 9000, max_tokens=2)
-    asked: Any = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 50}
     with pytest.raises(openai.BadRequestError, match=r"top_logprobs has a value .* accepted: an integer from 0 to 20"):
-        client.chat.completions.create(model="model", **asked)
+        client.chat.completions.create(model="model", **asked_in_chat(logprobs=True, top_logprobs=50))
 
 
 def test_logprobs_without_a_tokenizer_name_ids(bytes_model: Model) -> None:

@@ -51,19 +51,15 @@ def sentencepiece(scheme: str = "first", strip_decoder: bool = False) -> tokeniz
         vocab[f"<0x{byte:02X}>"] = len(vocab)
     for token in ["▁", "▁▁", "▁a", "a", "b", "ab", "▁ab", "é", "<", ">", "/", "s", "�", "▁a▁"]:
         vocab[token] = len(vocab)
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab, [("▁", "a"), ("a", "b"), ("▁", "ab"), ("▁", "▁")], unk_token="<unk>", byte_fallback=True)
-    )
+    merges = [("▁", "a"), ("a", "b"), ("▁", "ab"), ("▁", "▁")]
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
     if strip_decoder:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        )
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     else:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-        backend.decoder = decoders.Sequence(
-            [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme, split=False)]
-        )
+        parts = [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme, split=False)]
+    backend.decoder = decoders.Sequence(parts)
     backend.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
     return backend
 

@@ -183,10 +183,8 @@ HOSTILE = {
     "memory": "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}x",
 }
 
-REASONS = {
-    **{"raise": "no tools here", "loops": "fuel", "syntax": "syntax error", "missing": "has no chat template"},
-    "namespace in itself": "^chat template of tokenizer: the process ended with SIG",
-}
+REASONS = {"raise": "no tools here", "loops": "fuel", "syntax": "syntax error", "missing": "has no chat template"}
+REASONS["namespace in itself"] = "^chat template of tokenizer: the process ended with SIG"
 
 
 @pytest.mark.timeout(120)  # each takes milliseconds, and without a bound minutes or for ever
