@@ -70,8 +70,8 @@ def test_1000_idle_connections_and_256_streams_at_once_are_held(
     wait_until(server.is_idle)
     assert_empty(server.engine)
     alone = bytes_model.engine(num_blocks=512)
-    for at, (body, kind) in enumerate(zip(given, kinds, strict=True)):
-        alone.add_request(str(at), body["prompt"], SamplingParams(max_tokens=12, **kind))
+    for at in reversed(range(NUM_STREAMS)):  # so that each is another row of its batches
+        alone.add_request(str(at), given[at]["prompt"], SamplingParams(max_tokens=12, **kinds[at]))
     expected = finish(alone)
     assert texts == [expected[str(at)].outputs[0].text for at in range(NUM_STREAMS)]
 
