@@ -30,7 +30,7 @@ from tests.serving import Model, serve_one
 
 LAYERS = ("--hf-overrides", '{"num_hidden_layers": 1}')
 PROMPT = "The code of Ada is 31.\nThe code of Ada is"
-OWN_RANKS = "--max-model-len 4096 --spp 2 --dist-timeout 250".split()  # a busy machine took 120 s to start a rank
+OWN_RANKS = ["--max-model-len", "4096", "--spp", "2", "--dist-timeout", "250"]  # a rank took 120 s to start once
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
