@@ -233,6 +233,9 @@ MODEL_DEFAULTS: dict[str, float | None] = {
 }  # fmt: skip
 """Of the fields that ``generation_config.json`` may set; ``max_tokens`` is its ``max_new_tokens``."""
 
+FILTERS = ("top_p", "top_k", "min_p")
+"""Fields that leave tokens out; at temperature 0 they change nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class SLO:

@@ -24,7 +24,7 @@ from medha.engine.arrivals import Arrival
 from medha.engine.jsonl import STDIN, read_input, read_requests
 from medha.errors import ConfigError, ValidationError
 from medha.parallel.launch import is_launched
-from medha.params import PROMPT_FORMS, SamplingParams, prompt_form
+from medha.params import FILTERS, PROMPT_FORMS, SamplingParams, prompt_form
 
 if TYPE_CHECKING:
     from medha.text import Tokenizer
@@ -128,8 +128,7 @@ def _arrivals(given: Mapping[str, Any]) -> list[Arrival]:
         both = "neither" if requests is None else "both"
         accepted = "--prompt, --prompt-file, a pipe, or --requests"
         raise ConfigError(f"{both} of prompts and --requests given; accepted: {accepted}")
-    filters = ("top_p", "top_k", "min_p")
-    if not given["temperature"] and (names := [name for name in filters if given[name] is not None]):
+    if not given["temperature"] and (names := [name for name in FILTERS if given[name] is not None]):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         logger.warning("at temperature 0, the default, this changes nothing: %s; see --temperature", flags)
     if requests is not None:
