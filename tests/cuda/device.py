@@ -30,6 +30,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,16 +63,15 @@ class Access:
 class Memory:
     """An allocation of the device, or pinned, and who used it."""
 
-    def __init__(self, raw: torch.Tensor) -> None:
+    def __init__(self, raw: torch.Tensor, graph: Graph | None = None) -> None:
         self.raw = raw
-        self.graph: Graph | None = None
+        self.graph = graph
         self.accesses: list[Access] = []
 
 
 @dataclass(eq=False, slots=True)
 class Op:
-    """What a stream runs: a kernel; or it waits for ``until``; or it marks the end of what came before it: of what
-    ``clock`` tells, and of ``num_kernels`` on its ``stream``."""
+    """What a stream runs: a kernel; or it waits for ``until``; or it marks the end of what ``clock`` tells."""
 
     name: str
     kernel: Callable[[], Any] | None = None
@@ -79,9 +79,7 @@ class Op:
     until: Op | None = None
     elsewhere: bool = False
     running: Future[None] | None = None
-    stream: Any = None
     clock: Clock = field(default_factory=Counter)
-    num_kernels: int = 0
     is_done: bool = False
 
     @property
@@ -91,11 +89,8 @@ class Op:
 
 def garble_(raw: torch.Tensor) -> None:
     """Fill memory with what nobody may use."""
-    if raw.dtype.is_floating_point:
-        raw.fill_(float("nan"))
-    else:
-        is_signed = raw.dtype not in (torch.bool, torch.uint8)
-        raw.fill_(int.from_bytes(b"\xab" * raw.element_size(), "little", signed=is_signed))
+    is_int = not raw.dtype.is_floating_point and raw.dtype != torch.bool
+    raw.fill_(torch.iinfo(raw.dtype).max // 3 if is_int else float("nan"))
 
 
 def extent(raw: torch.Tensor) -> tuple[int, int]:
@@ -114,10 +109,12 @@ class Device:
     """
 
     def __init__(self, seed: int = 0, num_sms: int = 16) -> None:
+        _devices[:] = [self]
         self.num_sms = num_sms
         self.allocated = self.most_allocated = self.reserved = 0  # bytes
         self.random = random.Random(seed)
         self.lock = threading.RLock()
+        self.pool = ThreadPoolExecutor(64)  # of what runs elsewhere, one of a stream at a time
         self.streams: list[Stream] = []
         self.host: Clock = Counter()
         self.pinned: dict[int, Memory] = {}
@@ -128,20 +125,15 @@ class Device:
         self.works: list[Any] = []  # torch's own handle does not keep them alive
         self.host_s = time.monotonic()  # when the host last launched something or waited
         self.capturing: Graph | None = None
-        self.comm = defaultdict[str, Stream](lambda: Stream(self))  # of communicators
-        self.default = Stream(self)
-        self.capture_stream = Stream(self)
+        self.comm = defaultdict[str, Stream](Stream)  # of communicators
+        self.default = Stream()
+        self.capture_stream = Stream()
         self.own_current = threading.local()
 
     @property
     def current(self) -> Stream:
         """The current stream of this thread."""
-        found: Stream = getattr(self.own_current, "stream", self.default)
-        return found
-
-    @current.setter
-    def current(self, stream: Stream) -> None:
-        self.own_current.stream = stream
+        return getattr(self.own_current, "stream", self.default)
 
     def fault(self, kind: str, text: str) -> None:
         """Note and raise a fault."""
@@ -165,21 +157,21 @@ class Device:
         ]
         self.push(Op(name, kernel, uses, **how))
 
-    def push(self, op: Op) -> Op:
-        """Put an operation behind those of the current stream, or into the graph that it is captured in."""
+    def push(self, op: Op, stream: Stream | None = None) -> Op:
+        """Put an operation behind those of a stream, by default the current one, or into the graph that captures it."""
         self.host_s = time.monotonic()
         with self.lock:
-            graph, stream = self.capturing, self.current
+            graph, stream = self.capturing, stream or self.current
             if graph is not None and stream in graph.streams:
                 graph.take(op, stream)
                 return op
+            stream.launched += 1
             if op.kernel is not None:
                 self.launches[op.name] += 1
-                stream.num_kernels += 1
-            stream.launched += 1
+                stream.last_kernel = stream.launched
             stream.clock |= self.host
             stream.clock[stream] = stream.launched
-            op.stream, op.clock, op.num_kernels = stream, stream.clock.copy(), stream.num_kernels
+            op.clock = stream.clock.copy()
             stream.queue.append(op)
             for memory, use in op.uses:
                 self._note(memory.accesses, replace(use, stream=stream, tick=stream.launched), stream.clock)
@@ -221,21 +213,16 @@ class Device:
             if self.host[use.stream] < use.tick
         )
 
-    def _ready(self) -> list[Stream]:
-        return [stream for stream in self.streams if stream.queue and stream.queue[0].is_ready]
-
     def step(self) -> bool:
         """Run the next operation of some stream; returns whether there was one."""
         with self.lock:
-            ready = self._ready()
+            ready = [stream for stream in self.streams if stream.queue and stream.queue[0].is_ready]
             if not ready:
                 return False
             stream = self.random.choice(ready)
             op = stream.queue[0]
             if op.elsewhere and op.running is None:
-                assert op.kernel is not None
-                stream.pool = stream.pool or ThreadPoolExecutor(1)
-                op.running = stream.pool.submit(op.kernel)
+                op.running = self.pool.submit(op.kernel)
                 return True
             stream.queue.popleft()
             if op.running is not None:
@@ -250,11 +237,12 @@ class Device:
         """Let the host wait for a point in a stream: what has been launched runs until it is reached."""
         while not marker.is_done:
             self.host_s = time.monotonic()
-            if not self.step():
-                with self.lock:
-                    waits = any(s.queue and s.queue[0].running is not None for s in self.streams)
-                if not waits and not marker.is_done and not self._ready():
+            with self.lock:
+                has_run = self.step()
+                is_running = any(s.queue and s.queue[0].running is not None for s in self.streams)
+                if not (has_run or is_running or marker.is_done):
                     self.fault("race", "every stream waits for another")
+            if not has_run:
                 time.sleep(1e-4)
         with self.lock:
             self.host |= marker.clock
@@ -269,12 +257,11 @@ class Device:
 
     def own(self, raw: torch.Tensor) -> Memory:
         """New memory of the current stream, or of the graph that is captured; freed with the returned object."""
-        memory = Memory(raw)
+        memory = Memory(raw, self.capturing)
         self.allocated += raw.untyped_storage().nbytes()
         self.most_allocated = max(self.allocated, self.most_allocated)
         self.reserved = max(self.allocated, self.reserved)
         if self.capturing is not None:
-            memory.graph = self.capturing
             self.capturing.owned.append(weakref.ref(memory))
         weakref.finalize(memory, self._freed, raw, self.current, memory.accesses, self.capturing)
         return memory
@@ -284,7 +271,7 @@ class Device:
         if sys.is_finalizing():
             return
         self.allocated -= raw.untyped_storage().nbytes()
-        op = Op("free", lambda: garble_(raw))
+        op = Op("free", partial(garble_, raw))
         if graph is not None:
             if self.capturing is graph:
                 graph.ops.append(op)
@@ -323,22 +310,19 @@ class Stream:
     """``torch.cuda.Stream``."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.owner = device if isinstance(device, Device) else now()
         self.device = CUDA
         self.queue: deque[Op] = deque()
         self.clock: Clock = Counter()
-        self.launched = self.num_kernels = 0
-        self.pool: ThreadPoolExecutor | None = None
-        self.cuda_stream = len(self.owner.streams)
-        self.owner.streams.append(self)
+        self.launched = self.last_kernel = 0  # how many operations, and which of them
+        self.cuda_stream = len(now().streams)
+        now().streams.append(self)
 
     def __repr__(self) -> str:
         return f"stream {self.cuda_stream}"
 
     def mark(self) -> Op:
         """A point behind all that has been launched here."""
-        with stream_of(self):
-            return self.owner.push(Op("mark"))
+        return now().push(Op("mark"), self)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -346,19 +330,19 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        graph, marker = self.owner.capturing, event.marker
+        graph, marker = now().capturing, event.marker
         if graph is not None and (self in graph.streams or event.graph is graph):
             graph.join(self, event)
         elif marker is not None:
-            with stream_of(self), self.owner.lock:
+            with now().lock:
                 self.clock |= marker.clock
-                self.owner.push(Op("wait", until=marker))
+                now().push(Op("wait", until=marker), self)
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        self.owner.sync("Stream.synchronize", self)
+        now().sync("Stream.synchronize", self)
 
 
 class Event:
@@ -371,13 +355,9 @@ class Event:
         self.is_timed = enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
-        stream = stream or now().current
-        graph = now().capturing
-        self.stream, self.graph, self.marker = stream, None, None
-        if graph is not None and stream in graph.streams:
-            self.graph = graph
-        else:
-            self.marker = stream.mark()
+        graph, self.stream = now().capturing, stream or now().current
+        self.graph = graph if graph is not None and self.stream in graph.streams else None
+        self.marker = None if self.graph else self.stream.mark()
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or now().current).wait_event(self)
@@ -387,7 +367,7 @@ class Event:
         if self.graph is not None or device.capturing is not None:
             device.fault("capture", "Event.synchronize makes the host wait")
         if self.marker is not None:
-            if not self.marker.is_done and self.marker.num_kernels == self.marker.stream.num_kernels:
+            if not self.marker.is_done and self.stream.last_kernel < self.marker.clock[self.stream]:
                 device.stalls[f"Event.synchronize at {_place()}"] += 1
             device.wait(self.marker)
 
@@ -407,19 +387,17 @@ class Graph:
     """
 
     def __init__(self, keep_graph: bool = False) -> None:
-        self.device = now()
         self.ops: list[Op] = []
-        self.uses: dict[tuple[weakref.ref[Memory], int, int, bool], Access] = {}
+        # with whether the memory is of another graph of the pool
+        self.uses: dict[tuple[weakref.ref[Memory], int, int, bool], tuple[Access, bool]] = {}
         self.owned: list[weakref.ref[Memory]] = []
         # results of this that were freed behind its capture, and how many graphs the pool had then
         self.dropped: list[tuple[int, torch.Tensor]] = []
-        self.of_pool: set[weakref.ref[Memory]] = set()  # what is used of other graphs' memory
         self.streams: set[Stream] = set()
-        self.origin = self.device.capture_stream
         self.unjoined: set[Stream] = set()
         self.members: list[weakref.ref[Graph]] = []
         self.is_reset = False
-        self.before_replay: dict[int, Callable[[], None]] = {}
+        self.replayed: dict[int, weakref.WeakSet[Graph]] = {}  # with each plan of its attention
 
     def pool(self) -> Any:
         return self.members
@@ -428,47 +406,46 @@ class Graph:
         """Capture an operation."""
         if op.kernel is None:
             return
-        self.unjoined |= {stream} & (self.streams - {self.origin})
+        self.unjoined.add(stream)
         for memory, use in op.uses:
             if memory.graph is not self:
-                self.uses[weakref.ref(memory), use.start, use.end, use.writes] = use
-                if memory.graph is not None and memory.graph.members is self.members:
-                    self.of_pool.add(weakref.ref(memory))
+                is_of_pool = memory.graph is not None and memory.graph.members is self.members
+                self.uses[weakref.ref(memory), use.start, use.end, use.writes] = use, is_of_pool
         self.ops.append(Op(op.name, op.kernel, elsewhere=op.elsewhere))
 
     def join(self, stream: Stream, event: Event) -> None:
         """Let a captured stream wait for another, which the capture then includes."""
         if event.graph is not self:
             if event.marker is not None and not event.marker.is_done:
-                self.device.fault("capture", "a captured stream waits for work outside of the graph")
+                now().fault("capture", "a captured stream waits for work outside of the graph")
             return
         self.streams.add(stream)
         self.unjoined.discard(event.stream)  # type: ignore[arg-type]
 
     def replay(self) -> None:
-        device = self.device
+        device = now()
         if self.is_reset:
             device.fault("freed", "a graph is replayed that has been reset")
-        for check in self.before_replay.values():
-            check()
+        for replayed in self.replayed.values():
+            if self in replayed:
+                device.fault("plan", "a graph is replayed without a new plan of its attention")
+            replayed.add(self)
         uses = []
-        for (ref, *_), use in self.uses.items():
+        for (ref, *_), (use, is_of_pool) in self.uses.items():
             memory = ref()
             if memory is not None:
                 uses.append((memory, use))
-            elif ref not in self.of_pool:
+            elif not is_of_pool:
                 device.fault("freed", f"{use.name} of a graph uses memory that has been freed")
         members = [ref() for ref in self.members]
-        for graph in filter(None, members):
-            for num_graphs, raw in graph.dropped:
-                if members.index(self) >= num_graphs:
-                    device.push(Op("overwrite", lambda raw=raw: garble_(raw)))
-        later = (graph for graph in members[members.index(self) + 1 :] if graph is not None)
-        for graph in (self, *later):
-            for result in filter(None, (ref() for ref in graph.owned)):
-                uses.append((result, Access("a graph's replay", 0, result.raw.nbytes, True)))
-                if graph is not self:
-                    device.push(Op("overwrite", lambda raw=result.raw: garble_(raw)))
+        number = members.index(self)
+        garbled = [raw for graph in filter(None, members) for num_graphs, raw in graph.dropped if num_graphs <= number]
+        for graph in filter(None, members[number:]):
+            results = [*filter(None, (ref() for ref in graph.owned))]
+            uses += [(result, Access("a graph's replay", 0, result.raw.nbytes, True)) for result in results]
+            garbled += [result.raw for result in results if graph is not self]
+        for raw in garbled:
+            device.push(Op("overwrite", partial(garble_, raw)))
         device.push(Op("replay", lambda: None, uses))
         for op in self.ops:
             device.push(Op(op.name, op.kernel, elsewhere=op.elsewhere))
@@ -477,8 +454,8 @@ class Graph:
         self.ops, self.is_reset = [], True
 
     def capture_end(self) -> None:
-        if self.unjoined:
-            self.device.fault("capture", f"{self.unjoined} had not been joined when it ended")
+        if unjoined := self.unjoined - {now().current}:
+            now().fault("capture", f"{unjoined} had not been joined when it ended")
         for memory in (ref() for ref in self.owned):
             if memory is not None:
                 garble_(memory.raw)
@@ -493,8 +470,7 @@ def capture(graph: Graph, pool: Any = None, stream: Any = None, capture_error_mo
     with stream_of(stream or device.capture_stream):
         graph.members = graph.members if pool is None else pool
         graph.members.append(weakref.ref(graph))
-        graph.origin = device.current
-        graph.streams, device.capturing = {graph.origin}, graph
+        graph.streams, device.capturing = {device.current}, graph
         try:
             yield
         finally:
@@ -506,11 +482,12 @@ def capture(graph: Graph, pool: Any = None, stream: Any = None, capture_error_mo
 def stream_of(stream: Stream | None) -> Iterator[None]:
     """``torch.cuda.stream``."""
     device = now()
-    before, device.current = device.current, stream or device.current
+    before = device.current
+    device.own_current.stream = stream or before
     try:
         yield
     finally:
-        device.current = before
+        device.own_current.stream = before
 
 
 _devices: list[Device] = []
@@ -536,26 +513,12 @@ def _place() -> str:
 
 
 def install(
-    patch: pytest.MonkeyPatch,
-    *,
-    seed: int = 0,
-    num_sms: int = 16,
-    capability: tuple[int, int] = (8, 0),
-    memory: int = 8 << 30,
+    patch: pytest.MonkeyPatch, *, capability: tuple[int, int] = (8, 0), memory: int = 8 << 30, **options: int
 ) -> Device:
-    """Put an emulated device in place of ``torch.cuda`` until ``patch`` is undone."""
-    device = Device(seed, num_sms)
-    _devices[:] = [device]
-
-    def forget_peak(at: Any = None) -> None:
-        device.most_allocated = device.allocated
-
-    def empty_cache() -> None:
-        device.reserved = device.allocated
-
-    properties = SimpleNamespace(
-        multi_processor_count=num_sms, major=capability[0], minor=capability[1], total_memory=memory, name="emulated"
-    )
+    """Put an emulated device, with ``options``, in place of ``torch.cuda`` until ``patch`` is undone."""
+    device = Device(**options)
+    properties = SimpleNamespace(multi_processor_count=device.num_sms, total_memory=memory, name="emulated")
+    properties.major, properties.minor = capability
     names: dict[str, Any] = {
         "Stream": Stream, "Event": Event, "stream": stream_of, "CUDAGraph": Graph, "graph": capture,
         "graph_pool_handle": list,
@@ -563,11 +526,13 @@ def install(
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
         "set_device": lambda device: None, "device": lambda at: contextlib.nullcontext(),
         "current_stream": lambda at=None: device.current,
-        "default_stream": lambda at=None: device.default, "empty_cache": empty_cache,
+        "default_stream": lambda at=None: device.default,
+        "empty_cache": lambda: setattr(device, "reserved", device.allocated),
+        "reset_peak_memory_stats": lambda at=None: setattr(device, "most_allocated", device.allocated),
         "synchronize": lambda at=None: device.sync("torch.cuda.synchronize", *device.streams),
         "is_current_stream_capturing": lambda: device.capturing is not None,
         "mem_get_info": lambda at=None: (memory - device.reserved, memory),
-        "memory_allocated": lambda at=None: device.allocated, "reset_peak_memory_stats": forget_peak,
+        "memory_allocated": lambda at=None: device.allocated,
         "max_memory_allocated": lambda at=None: device.most_allocated,
         "get_device_capability": lambda at=None: capability,
         "get_device_properties": lambda at=None: properties,

@@ -15,10 +15,11 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -49,21 +50,12 @@ class Host:
 HOST = Host()
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What of a plan a captured kernel keeps: everything but the work items, which lie on the device."""
 
-    is_graph: bool
-    splits: bool
-    most_items: int
-    tile: int
-    group: int
+    layout: list[int]  # whether keys are split, the most items, and the rows of a tile
     sizes: list[int]
-    num_plans: list[int]
-
-    @property
-    def layout(self) -> list[int]:
-        return [int(self.splits), self.most_items, self.tile]
+    replayed: WeakSet[Any]  # the graphs that were, with the last plan
 
 
 def plan(
@@ -109,9 +101,9 @@ def plan(
         raise RuntimeError("new batch size should not exceed padded batch size")
     if splits and num_heads * most * tile * (head_dim + 1) * 4 > float_workspace.nbytes:
         raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
-    num_plans = workspace.__dict__.setdefault("num_plans", [0])
-    num_plans[0] += 1
-    made = Plan(is_graph, splits, most, tile, group, [num_heads, head_dim, page, num_kv_heads, head_dim], num_plans)
+    replayed = workspace.__dict__.setdefault("replayed", WeakSet())
+    replayed.clear()
+    made = Plan([int(splits), most, tile], [num_heads, head_dim, page, num_kv_heads, head_dim], replayed)
     ints = [*made.layout, chunk * page, len(items), *(i for item in items for i in item)]
     seen = torch.tensor(ints, dtype=torch.int32).view(torch.uint8)
     source, target = pinned[: len(seen)], raw(workspace)[: len(seen)]
@@ -144,20 +136,9 @@ def run(
     assert q.stride(-1) == k.stride(-1) == 1 and out.is_contiguous() and layout == 0
     assert k.stride() == v.stride() and (lse is None or (lse.is_contiguous() and lse.dtype == torch.float32))
     if device.capturing is not None:
-        device.capturing.before_replay[id(made.num_plans)] = _planned_anew(device, made.num_plans)
+        device.capturing.replayed[id(made.replayed)] = made.replayed
     raws = [raw(x) for x in (*reads, out, lse)]
     device.launch(name, lambda: _attend(device, made, mask_mode == 1, sm_scale, raws), reads, writes)
-
-
-def _planned_anew(device: Device, num_plans: list[int]) -> Any:
-    seen = [0]
-
-    def check() -> None:
-        if seen[0] == num_plans[0]:
-            device.fault("plan", "a graph is replayed without a new plan of its attention")
-        seen[0] = num_plans[0]
-
-    return check
 
 
 def raw(x: Any) -> Any:
@@ -173,7 +154,9 @@ def _attend(device: Device | Host, made: Plan, causal: bool, scale: float, raws:
     if layout != made.layout:
         device.fault("plan", f"its layout is {layout}, the kernel was launched or captured with {made.layout}")
     items = ints[_HEAD : _HEAD + 3 * num_items].view(-1, 3).tolist()
+    splits, _, size = layout
     page, K = k.shape[1:3]
+    group = q.shape[1] // K
     exact = torch.float64 if q.dtype == torch.float32 else torch.float32
     parts: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     starts, kv_starts, lasts = qo.tolist(), kv.tolist(), last.tolist()
@@ -181,16 +164,16 @@ def _attend(device: Device | Host, made: Plan, causal: bool, scale: float, raws:
         first, end = starts[request : request + 2]
         length = (kv_starts[request + 1] - kv_starts[request] - 1) * page + lasts[request]
         assert 1 <= lasts[request] <= page and (length >= end - first or not causal)
-        tokens = torch.arange(part * chunk, min((part + 1) * chunk, length)) if made.splits else torch.arange(length)
+        tokens = torch.arange(part * chunk, min((part + 1) * chunk, length)) if splits else torch.arange(length)
         at = pages[kv_starts[request] + tokens // page].long()
         if len(at) and not 0 <= int(at.min()) <= int(at.max()) < len(k):
             device.fault("address", f"page {int(at.max())} of a pool of {len(k)}")
         keys, values = (pool[at, tokens % page].to(exact).transpose(0, 1) for pool in (k, v))
-        rows = torch.arange(tile * made.tile, min((tile + 1) * made.tile, (end - first) * made.group))
-        queries = q[first:end].to(exact).unflatten(1, (K, made.group)).transpose(0, 1).flatten(1, 2)[:, rows]
+        rows = torch.arange(tile * size, min((tile + 1) * size, (end - first) * group))
+        queries = q[first:end].to(exact).unflatten(1, (K, group)).transpose(0, 1).flatten(1, 2)[:, rows]
         scores = queries @ keys.transpose(1, 2) * scale
         if causal:
-            sees = tokens <= (length - (end - first) + rows // made.group)[:, None]
+            sees = tokens <= (length - (end - first) + rows // group)[:, None]
             scores = scores.masked_fill(~sees, -math.inf)
         outs = torch.softmax(scores, -1).nan_to_num() @ values  # nan where a row sees no key of this part
         parts[request, tile].append((torch.logsumexp(scores, -1), outs))
@@ -199,11 +182,11 @@ def _attend(device: Device | Host, made: Plan, causal: bool, scale: float, raws:
         total = torch.logsumexp(sums, 0)
         merged = (torch.exp(sums - total)[..., None] * outs).sum(0)
         first, end = starts[request : request + 2]
-        rows = torch.arange(tile * made.tile, tile * made.tile + total.shape[1])
-        heads = torch.arange(K)[:, None] * made.group + rows % made.group
-        out[first + rows // made.group, heads] = merged.to(out.dtype)
+        rows = torch.arange(tile * size, tile * size + total.shape[1])
+        heads = torch.arange(K)[:, None] * group + rows % group
+        out[first + rows // group, heads] = merged.to(out.dtype)
         if lse is not None:
-            lse[first + rows // made.group, heads] = total.float() / math.log(2.0)
+            lse[first + rows // group, heads] = total.float() / math.log(2.0)
 
 
 def rmsnorm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, enable_pdl: bool) -> None:
@@ -241,7 +224,7 @@ def silu_and_mul(out: torch.Tensor, gate_up: torch.Tensor, enable_pdl: bool) -> 
     now().launch("silu_and_mul", kernel, (gate_up,), (out,))
 
 
-def apply_rope(
+def apply_rope_pos_ids_cos_sin_cache(
     q: torch.Tensor, k: torch.Tensor, q_out: torch.Tensor, k_out: torch.Tensor, cos_sin: torch.Tensor,
     positions: torch.Tensor, interleave: bool,
 ) -> None:  # fmt: skip
@@ -261,7 +244,7 @@ def apply_rope(
     now().launch("apply_rope", kernel, (q, k, cos_sin, positions), (q_out, k_out))
 
 
-def append_kv(
+def append_paged_kv_cache(
     k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, k_pages: torch.Tensor,
     v_pages: torch.Tensor, indices: torch.Tensor, indptr: torch.Tensor, last_page_len: torch.Tensor, layout: int,
 ) -> None:  # fmt: skip
@@ -315,15 +298,12 @@ def _stand_in(patch: pytest.MonkeyPatch, flashinfer: ModuleType) -> None:
 
     for part in (flashinfer.prefill, flashinfer.decode):
         patch.setattr(part, "get_batch_prefill_module", module)
-    norms = SimpleNamespace(rmsnorm=rmsnorm, fused_add_rmsnorm=fused_add_rmsnorm)
-    patch.setattr(flashinfer.norm, "get_norm_module", lambda: norms)
     patch.setattr(flashinfer.norm, "_use_cuda_norm", lambda device: True)
-    silu = SimpleNamespace(silu_and_mul=silu_and_mul)
-    patch.setattr(flashinfer.activation, "get_act_and_mul_module", lambda name: silu)
-    page = SimpleNamespace(append_paged_kv_cache=append_kv)
-    patch.setattr(flashinfer.page, "get_page_module", lambda: page)
-    rope = SimpleNamespace(apply_rope_pos_ids_cos_sin_cache=apply_rope)
-    patch.setattr(flashinfer.rope, "get_rope_module", lambda: rope)
+    kernels = sys.modules[__name__]
+    patch.setattr(flashinfer.norm, "get_norm_module", lambda: kernels)
+    patch.setattr(flashinfer.activation, "get_act_and_mul_module", lambda name: kernels)
+    patch.setattr(flashinfer.page, "get_page_module", lambda: kernels)
+    patch.setattr(flashinfer.rope, "get_rope_module", lambda: kernels)
     patch.setattr(flashinfer.prefill, "_eagle_verify_fp8kv_sm90_prepare", lambda *args, **kwargs: None)
 
 
@@ -341,8 +321,7 @@ def make_api() -> SimpleNamespace:
         class OnHost(cls):  # type: ignore[misc]
             def __init__(self, workspace: torch.Tensor, *args: Any, **kwargs: Any) -> None:
                 assert workspace.dtype == torch.uint8 and not workspace.any(), "zeroed once"
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: empty(*size, **how))
+                with mock.patch.object(torch, "empty", lambda *size, pin_memory=False, **how: empty(*size, **how)):
                     super().__init__(workspace, *args, **kwargs)
                 made.append(self)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,10 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     host = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, Emulated)]
     makes_here = any(isinstance(x, torch.device) and x.type == "cuda" for x in flat)
     written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+    returns = func._schema.returns
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     if not here and not makes_here:
-        return _on_host(device, func, name, args, kwargs, host)
+        return _on_host(device, func, name, args, kwargs, () if is_view else zip(args, written, strict=False))
     if func.namespace == "c10d":
         return _collective(device, func, name, args, kwargs)
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
@@ -108,8 +110,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     raws = [x.raw if isinstance(x, Emulated) else x.clone() if isinstance(x, torch.Tensor) else x for x in flat]
     raws = [torch.device("cpu") if isinstance(x, torch.device) else x for x in raws]
     raw_args, raw_kwargs = tree_unflatten(raws, spec)
-    returns = func._schema.returns
-    if here and any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+    if here and is_view:
         views = func(*raw_args, **raw_kwargs)
         return tree_map(lambda raw: Emulated(raw, here[0].memory) if isinstance(raw, torch.Tensor) else raw, views)
     is_mask = name in _INDEXING and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
@@ -124,7 +125,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name in _WAITING or not (here or is_empty):  # the host knows what comes out
         known = func(*raw_args, **raw_kwargs)
         return tree_map(lambda t: _given(device, name, t) if isinstance(t, torch.Tensor) else t, known)
-    shapes, shape_spec = _shapes_of(func, name, flat, spec)
+    shapes, shape_spec = _shapes_of(func, flat, spec)
     made = [allocate(device, s) if isinstance(s, torch.Tensor) else s for s in shapes]
     outs = [x for x in made if isinstance(x, Emulated)]
     if not is_empty:
@@ -146,8 +147,8 @@ def allocate(device: Device, like: torch.Tensor) -> Emulated:
     return Emulated(raw, device.own(raw))
 
 
-def _on_host(device: Device, func: Any, name: str, args: Any, kwargs: Any, host: list[torch.Tensor]) -> Any:
-    """An operation without the device, which may use pinned memory."""
+def _on_host(device: Device, func: Any, name: str, args: Any, kwargs: Any, uses: Iterable[tuple[Any, bool]]) -> Any:
+    """An operation without the device, which ``uses`` these, and writes some, of what may be pinned memory."""
     if name in ("pin_memory", "_pin_memory"):
         return device.pin(args[0].clone())
     if name == "is_pinned":
@@ -156,10 +157,9 @@ def _on_host(device: Device, func: Any, name: str, args: Any, kwargs: Any, host:
         raw = func(*args, **{**kwargs, "pin_memory": False})
         garble_(raw)
         return device.pin(raw)
-    if host and device.pinned and not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            for tensor in (value,) if isinstance(value, torch.Tensor) else ():
-                device.on_host(tensor, writes=argument.alias_info is not None and argument.alias_info.is_write)
+    for value, writes in uses:
+        if isinstance(value, torch.Tensor):
+            device.on_host(value, writes=writes)
     return func(*args, **kwargs)
 
 
@@ -179,10 +179,11 @@ def _copy(device: Device, out: torch.Tensor, source: torch.Tensor, non_blocking:
         return out
     host = source if isinstance(out, Emulated) else out
     is_pinned = host.untyped_storage().data_ptr() in device.pinned
+    late = is_pinned and non_blocking
     if isinstance(out, Emulated):
         if not is_pinned and device.capturing is not None:
             device.fault("capture", "a copy from pageable memory")
-        seen, late = start.clone(), is_pinned and non_blocking
+        seen = start.clone()
         is_known = late and not device.is_used(host, by_writes=True)
 
         def kernel() -> None:
@@ -194,7 +195,6 @@ def _copy(device: Device, out: torch.Tensor, source: torch.Tensor, non_blocking:
         if not late and (not non_blocking or start.nbytes > _STAGED_BYTES):
             device.sync("copy from the host")
         return out
-    late = is_pinned and non_blocking
     if late and not device.is_used(host, by_writes=False):
         garble_(to)
     device.launch("to host", lambda: to.copy_(start), (source,), (out,))
@@ -205,22 +205,17 @@ def _copy(device: Device, out: torch.Tensor, source: torch.Tensor, non_blocking:
 
 def unchanged(device: Device, seen: torch.Tensor, source: torch.Tensor) -> None:
     """Check, when a copy from pinned memory runs, that its source still holds what it did when it was launched."""
-    same = torch.equal(seen, source) or torch.equal(
-        seen.contiguous().view(torch.uint8), source.contiguous().view(torch.uint8)
-    )
-    if not same:
+    if not torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (seen, source))):
         device.fault("pinned", "memory was overwritten before the copy from it had run")
 
 
-def _batch_of_transfers(device: Device, ops: list[Any]) -> list[Any]:
+def _batch_of_transfers(device: Device, on_host: Callable[..., Any], ops: list[Any]) -> list[Any]:
     """``dist.batch_isend_irecv``: one kernel on a stream of the group's, which ends when all transfers have."""
-    raws = [(op.op, op.tensor.raw, op.group_peer, op.group) for op in ops]
+    raws = [dist.P2POp(op.op, op.tensor.raw, group=op.group, group_peer=op.group_peer) for op in ops]
 
     def run() -> None:
         with torch.inference_mode():
-            kinds = {dist.isend: "group_dst", dist.irecv: "group_src"}
-            works = [op(raw, group=group, **{kinds[op]: peer}) for op, raw, peer, group in raws]
-            for work in works:
+            for work in on_host(raws):
                 work.wait()
 
     sent, received = ([op.tensor for op in ops if op.op is kind] for kind in (dist.isend, dist.irecv))
@@ -277,15 +272,13 @@ def _meta(x: Any) -> Any:
     return torch.device("meta") if isinstance(x, torch.device) else x
 
 
-def _shapes_of(func: Any, name: str, flat: list[Any], spec: Any) -> tuple[list[Any], Any]:
+def _shapes_of(func: Any, flat: list[Any], spec: Any) -> tuple[list[Any], Any]:
     """What an operation returns, without memory."""
     key = func, spec, *((x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else (type(x), x) for x in flat)
-    try:
-        return _shapes[key]  # type: ignore[no-any-return]
-    except KeyError:
+    if key not in _shapes:
         meta_args, meta_kwargs = tree_unflatten([_meta(x) for x in flat], spec)
-        _shapes[key] = found = tree_flatten(func(*meta_args, **meta_kwargs))
-        return found
+        _shapes[key] = tree_flatten(func(*meta_args, **meta_kwargs))
+    return _shapes[key]  # type: ignore[no-any-return]
 
 
 def _allow_guards() -> None:
@@ -325,7 +318,7 @@ def install(patch: pytest.MonkeyPatch, **options: Any) -> Device:
     batched = dist.batch_isend_irecv
 
     def batch(ops: list[Any]) -> list[Any]:
-        return _batch_of_transfers(made, ops) if isinstance(ops[0].tensor, Emulated) else batched(ops)
+        return _batch_of_transfers(made, batched, ops) if isinstance(ops[0].tensor, Emulated) else batched(ops)
 
     patch.setattr(dist, "batch_isend_irecv", batch)
     init, new_group = dist.init_process_group, dist.new_group
