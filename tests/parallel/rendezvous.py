@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -80,12 +80,10 @@ class Transport:
         self._is_fair = self._random.random() < 0.5  # else by priorities that change now and then: some starve long
         self._actors: list[_Actor] = []
         self._current: _Actor | None = None
-        self._finished = threading.Event()
-        self._stopped = False
-        self._error: BaseException | None = None
-        self._sends: dict[_Channel, deque[Work]] = {}
-        self._receives: dict[_Channel, deque[Work]] = {}
-        self._gathers: dict[tuple[str, int], dict[int, tuple[Work, torch.Tensor]]] = {}
+        self._error: BaseException | None = None  # which ends all threads
+        self._sends = defaultdict[_Channel, deque[Work]](deque)
+        self._receives = defaultdict[_Channel, deque[Work]](deque)
+        self._gathers = defaultdict[tuple[str, int], dict[int, tuple[Work, torch.Tensor]]](dict)
         self._num_entered: Counter[tuple[str, int]] = Counter()
         self.num_messages = 0
         self.operations: set[tuple[int, str, int]] = set()  # (rank, group, tag) of all sends, receives and collectives
@@ -101,9 +99,9 @@ class Transport:
     def run(self) -> None:
         """Run every thread to its end; raises DeadlockError if they do not end, or what the first of them raised."""
         self._pass_on()
-        assert self._finished.wait(LIMIT_S), "a thread of the model waits for something that is not of the model"
         for actor in self._actors:
-            actor.thread.join()
+            actor.thread.join(LIMIT_S)
+            assert not actor.thread.is_alive(), "a thread of the model waits for something that is not of the model"
         if self._error is not None:
             raise self._error
 
@@ -112,23 +110,23 @@ class Transport:
         me = self._current
         assert me is not None and threading.current_thread() is me.thread, "one thread runs at a time"
         me.ready, me.what = ready, what
-        if not self._stopped:
+        if self._error is None:
             self._pass_on()
             me.baton.acquire()
-        if self._stopped:
+        if self._error is not None:
             raise _Stopped
 
     def _live(self, actor: _Actor, function: Callable[[], None]) -> None:
         actor.baton.acquire()
         try:
-            if not self._stopped:
+            if self._error is None:
                 function()
         except _Stopped:
             pass
         except BaseException as error:
             self._stop(error)
         actor.done = True
-        if not self._stopped:
+        if self._error is None:
             self._pass_on()
 
     def _pass_on(self) -> None:
@@ -136,9 +134,7 @@ class Transport:
         if ready:
             self._current = chosen = self._chosen(ready)
             chosen.baton.release()
-        elif all(actor.done for actor in self._actors):
-            self._finished.set()
-        else:
+        elif not all(actor.done for actor in self._actors):
             places = (f"  {actor.name}: {'has ended' if actor.done else actor.what}" for actor in self._actors)
             self._stop(DeadlockError("\n".join(["deadlock:", *places])))
 
@@ -152,10 +148,8 @@ class Transport:
 
     def _stop(self, error: BaseException) -> None:
         self._error = self._error or error
-        self._stopped = True
         for actor in self._actors:
             actor.baton.release()
-        self._finished.set()
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -173,9 +167,9 @@ class Transport:
         self.block(lambda: True, work.what)
         name, source, target, tag = channel
         self.operations.add((source if side is self._sends else target, name, tag))
-        side.setdefault(channel, deque()).append(work)
-        sends, receives = self._sends.get(channel, ()), self._receives.get(channel, ())
-        while sends and receives:
+        side[channel].append(work)
+        sends, receives = self._sends[channel], self._receives[channel]
+        if sends and receives:
             send, receive = sends.popleft(), receives.popleft()
             size = send.tensor.numel()
             assert size <= receive.tensor.numel(), f"{channel}: {size} numbers for {receive.tensor.numel()}"
@@ -198,7 +192,7 @@ class Transport:
         number = self._num_entered[group.name, group.rank]
         work = Work(self, f"in collective {number} of {group.name}", mine)
         self.block(lambda: True, work.what)
-        entered = self._gathers.setdefault((group.name, number), {})
+        entered = self._gathers[group.name, number]
         entered[group.rank] = work, everyone
         if len(entered) == len(group.members):
             sizes = {other.tensor.numel() for other, _ in entered.values()}
@@ -241,13 +235,8 @@ class Transport:
 
     def _barrier(self, world_size: int) -> None:
         assert self._current is not None
-        rank = rank_of(self._current.name)
+        rank = int(self._current.name.split()[1].rstrip(","))  # of "rank 1", or "rank 1, a thread of it"
         self.all_reduce(torch.zeros(()), Group("barrier", rank, tuple(range(world_size))))
-
-
-def rank_of(thread: str) -> int:
-    """The rank that a thread of this name belongs to."""
-    return int(thread.split()[1].rstrip(","))
 
 
 class _Future(Future[Any]):

@@ -6,8 +6,8 @@ token that was lost, late, doubled or out of order anywhere changes every later 
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,8 +20,6 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import medha.engine.wire
 import medha.parallel.control
-import medha.parallel.kvp
-import medha.worker.runner
 from medha.attention.interface import AttentionBackend, AttentionRows, LayerShape
 from medha.config import ParallelConfig, RopeConfig, SchedulerConfig
 from medha.engine.distributed import DrivingRunner, Follower
@@ -110,7 +108,7 @@ WORKLOADS = st.builds(
 def drive(engine: Engine, workload: Workload, ask: Callable[[], object] = lambda: None) -> Outputs:
     """Run a workload to its end; arrivals and aborts happen between steps, and now and then a question is asked."""
     waiting = sorted(enumerate(workload.arrivals), key=lambda pair: pair[1].step)
-    aborts: list[tuple[int, str]] = []
+    aborts = defaultdict[int, list[str]](list)
     outputs: Outputs = {}
     step = 0
     while waiting or engine.has_unfinished:
@@ -119,10 +117,9 @@ def drive(engine: Engine, workload: Workload, ask: Callable[[], object] = lambda
             params = SamplingParams(temperature=0.0, max_tokens=arrival.max_tokens, output_kind="final_only")
             engine.add_request(str(index), arrival.prompt(index), params)
             if arrival.abort_after is not None:
-                aborts.append((step + arrival.abort_after, str(index)))
-        for when, request_id in aborts:
-            if when == step:
-                engine.abort(request_id)
+                aborts[step + arrival.abort_after].append(str(index))
+        for request_id in aborts[step]:
+            engine.abort(request_id)
         outputs |= {output.request_id: output for output in engine.step() if output.finished}
         if step % 5 == 2:
             ask()
@@ -164,7 +161,7 @@ class ToyModel:
 
     def __call__(self, x_TD: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
         own = torch.arange(len(x_TD)) % self._tp == self._tp_rank
-        k_TKH = (positions + 1.0)[:, None, None].expand(-1, 1, DIM)  # see toy_arithmetic
+        k_TKH = (positions + 1.0)[:, None, None].expand(-1, 1, DIM)  # see _toy_arithmetic
         for i, layer in enumerate(self.layers):
             x_TKH = x_TD[:, None, :]
             mixed_TD = (attend(i, x_TKH, k_TKH, x_TKH)[:, 0] + 3 * x_TD + layer) % MODULUS
@@ -199,51 +196,47 @@ def toy_merge(partials: list[tuple[torch.Tensor, torch.Tensor]], **_: bool) -> t
     return torch.stack([out for out, _ in partials]).sum(0) % MODULUS, partials[0][1]
 
 
-@contextmanager
-def toy_arithmetic() -> Iterator[None]:
-    """Within, parts of attention add up, and layers get positions where a rotation would be."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(medha.parallel.kvp, "merge_partials", toy_merge)
-        patch.setattr(medha.worker.runner, "cos_sin", lambda positions, *_: positions)
-        yield
+@pytest.fixture(autouse=True)
+def _toy_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of attention add up, and layers get positions where a rotation would be."""
+    monkeypatch.setattr("medha.parallel.kvp.merge_partials", toy_merge)
+    monkeypatch.setattr("medha.worker.runner.cos_sin", lambda positions, *_: positions)
 
 
-def blocks_of_longest(layout: ParallelConfig) -> int:
-    """The share of the longest request in each group's pool, to which comes what the workload spares."""
-    return -(-MAX_KV_TOKENS // (layout.kvp * BLOCK_SIZE))
+def pool_of(workload: Workload, layout: ParallelConfig) -> dict[str, int]:
+    """Each group's pool: its share of the longest request, and what the workload spares."""
+    share = -(-MAX_KV_TOKENS // (layout.kvp * BLOCK_SIZE))
+    return {"num_blocks": share + workload.spare_blocks, "block_size": BLOCK_SIZE}
 
 
 def toy_runner(workload: Workload, layout: ParallelConfig, rank: int, all_reduce: Any, **place: Any) -> Runner:
     """What a rank runs; ``place`` is what :class:`Runner` takes by name."""
     model: Any = ToyModel(layout, rank, all_reduce)
-    shape, num_blocks = LayerShape(1, 1, DIM, torch.float32), blocks_of_longest(layout) + workload.spare_blocks
-    sizes = {"num_layers": len(model.layers), "num_blocks": num_blocks, "block_size": BLOCK_SIZE}
-    cache = KVCache(shape, **sizes, device=torch.device("cpu"))
-    return Runner(model, cache, ToyAttention(), torch.device("cpu"), **place)
+    shape, cpu = LayerShape(1, 1, DIM, torch.float32), torch.device("cpu")
+    cache = KVCache(shape, num_layers=len(model.layers), **pool_of(workload, layout), device=cpu)
+    return Runner(model, cache, ToyAttention(), cpu, **place)
 
 
 def toy_engine(runner: Any, workload: Workload, layout: ParallelConfig) -> Engine:
-    scheduler = SchedulerConfig(
+    pool = pool_of(workload, layout)
+    config = SchedulerConfig(
         "sarathi",
         max_num_seqs=workload.max_num_seqs,
         max_batch_tokens=workload.max_batch_tokens,
         chunk_size=min(workload.chunk_size, workload.max_batch_tokens),
         depth=workload.depth or (layout.spp + 1 if layout.spp > 1 else 1),
-        max_kv_per_group=blocks_of_longest(layout) * BLOCK_SIZE,
+        max_kv_per_group=(pool["num_blocks"] - workload.spare_blocks) * BLOCK_SIZE,
     )
-    num_blocks = blocks_of_longest(layout) + workload.spare_blocks
-    sizes = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "num_groups": layout.kvp}
+    scheduler = Scheduler(config, **pool, num_groups=layout.kvp, predictor=by_tokens())
     limits = ModelLimits(TOY_VOCAB, 1000, eos_token_ids=(0,))
-    ticks = itertools.count(0.0)
-    return Engine(runner, Scheduler(scheduler, **sizes, predictor=by_tokens()), limits, clock=lambda: next(ticks))
+    return Engine(runner, scheduler, limits, clock=itertools.count(0.0).__next__)
 
 
 def on_one_rank(workload: Workload) -> Outputs:
     """What each request gives if nobody aborts it."""
     patient = workload._replace(arrivals=tuple(a._replace(abort_after=None) for a in workload.arrivals))
     runner = toy_runner(patient, ParallelConfig(), 0, lambda x: x)
-    with toy_arithmetic():
-        return drive(toy_engine(runner, patient, ParallelConfig()), patient)
+    return drive(toy_engine(runner, patient, ParallelConfig()), patient)
 
 
 def toy_ranks(config: ParallelConfig, rank: int) -> Ranks:
@@ -287,7 +280,7 @@ def on_ranks(workload: Workload, config: ParallelConfig, limits: Buffers, transp
         driving.call("generate", generate)
         driving.stop()
 
-    with transport.installed(config.world_size), toy_arithmetic(), pytest.MonkeyPatch.context() as patch:
+    with transport.installed(config.world_size), pytest.MonkeyPatch.context() as patch:
         patch.setattr(medha.engine.wire, "_REPORTS_IN_FLIGHT", limits.reports)
         patch.setattr(medha.engine.wire, "_TOKENS_IN_FLIGHT", limits.tokens)
         patch.setattr(medha.parallel.control, "_RING", limits.messages)

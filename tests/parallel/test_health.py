@@ -37,7 +37,7 @@ class Ranks:
         timeout = timedelta(seconds=LIMIT_S)
         self.server = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
         self.ended: dict[int, tuple[str, bool]] = {}
-        self._monitors: list[Monitor] = []
+        self.monitors: list[Monitor] = []
 
     def monitor(
         self, rank: int, world_size: int, *, local_ranks: range = range(0), talks: bool = True, **options: Any
@@ -51,19 +51,8 @@ class Ranks:
         monitor.start()
         if talks:
             monitor.attach(self.server.clone())
-        self._monitors.append(monitor)
+        self.monitors.append(monitor)
         return monitor
-
-    def stop(self) -> None:
-        """End the threads: one that is in the store's C++ while the interpreter ends aborts the process."""
-        for monitor in self._monitors:
-            monitor._left.set()
-            monitor._heard.set()
-            monitor._wake.set()
-        for thread in threading.enumerate():
-            if thread.name in ("medha-watch", "medha-talk"):
-                thread.join(LIMIT_S)
-                assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -71,9 +60,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr("atexit.register", lambda *args: None)  # these monitors never leave a job
     for name in ("_BEAT_S", "_TROUBLE_S", "_STORE_S", "_SUSPECT_S", "_GRACE_S", "_SAVE_S"):
         monkeypatch.setattr(health, name, getattr(health, name) / 4)
-    ranks = Ranks()
-    yield ranks
-    ranks.stop()
+    yield (ranks := Ranks())
+    for monitor in ranks.monitors:
+        monitor._heard.set()
+        monitor.stop()
+    for thread in threading.enumerate():
+        if thread.name in ("medha-watch", "medha-talk"):
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()  # in the store's C++ while the interpreter ends, it would abort the process
 
 
 @pytest.fixture
