@@ -128,9 +128,8 @@ def _rank(
     rank: int, folder: Path, env: dict[str, str], fault: Fault | None, target: Callable[..., None], *args: Any
 ) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
-        descriptor = os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(descriptor, number)
-        os.close(descriptor)
+        with (folder / f"{name}-{rank}").open("wb") as file:
+            os.dup2(file.fileno(), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server that forks ignores it
     os.environ.update(env)
     torch.set_num_threads(1)
@@ -161,8 +160,6 @@ def states_of(engine: Any) -> dict[str, str]:
 
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
-
-
 _CALLS: dict[str, tuple[Any, str]] = {
     "start": (shard, "load_model"),
     "shutdown": (distributed, "leave"),

@@ -5,7 +5,6 @@ it sees the environment that torchrun would set.
 """
 
 import faulthandler
-import math
 import multiprocessing
 import os
 import signal
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from medha import LLM, RequestOutput
 from medha.__main__ import app
 from medha.cli.command import run_app
+from medha.config import EngineConfig
 from medha.parallel.kvp import Merge
 from medha.parallel.mesh import _destroy_all
 from medha.parallel.own_ranks import launch_environment, reserved_port
@@ -147,9 +147,7 @@ def serve(folder: Path, options: dict[str, Any], *calls: tuple[Any, Any]) -> Ser
 
 def num_ranks(layout: Mapping[str, Any]) -> int:
     """The ranks of the options of a layout."""
-    prefill: int = math.prod(layout.get(axis, 1) for axis in ("tp", "spp", "kvp"))
-    decode: int = layout.get("decode_replicas", 0) * layout.get("decode_tp", 1)
-    return prefill + decode
+    return EngineConfig.from_flat("any model", **layout).parallel.world_size
 
 
 def _live(pipe: Connection) -> None:
