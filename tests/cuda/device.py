@@ -397,7 +397,8 @@ class Graph:
         self.unjoined: set[Stream] = set()
         self.members: list[weakref.ref[Graph]] = []
         self.is_reset = False
-        self.replayed: dict[int, weakref.WeakSet[Graph]] = {}  # with each plan of its attention
+        # of each wrapper of its attention, how often it has been planned, and had been at the last replay
+        self.num_plans: dict[int, tuple[list[int], list[int]]] = {}
 
     def pool(self) -> Any:
         return self.members
@@ -426,10 +427,10 @@ class Graph:
         device = now()
         if self.is_reset:
             device.fault("freed", "a graph is replayed that has been reset")
-        for replayed in self.replayed.values():
-            if self in replayed:
+        for num_plans, seen in self.num_plans.values():
+            if num_plans == seen:
                 device.fault("plan", "a graph is replayed without a new plan of its attention")
-            replayed.add(self)
+            seen[:] = num_plans
         uses = []
         for (ref, *_), (use, is_of_pool) in self.uses.items():
             memory = ref()
