@@ -27,14 +27,14 @@ class Watched(Drive):
         self.explained: dict[int, Explanation] = {}
         self.beside: dict[int, set[str]] = {}  # by job: who had a chunk in a batch since it arrived
 
-    def on_complete(self, batch: Batch, busy_s: float) -> None:
-        chunks = [row for row in batch.rows if not row.is_decode]
+    def _complete(self) -> None:
+        chunks = {self.live[row.slot].job: row.slot for row in self._in_flight[0][0].chunks}
         for live in self.live.values():
-            self.beside.setdefault(live.job, set()).update(f"job {self.live[row.slot].job}" for row in chunks)
-        for row in chunks:
-            job = self.live[row.slot].job
+            self.beside.setdefault(live.job, set()).update(f"job {job}" for job in chunks)
+        super()._complete()
+        for job, slot in chunks.items():
             if self.first_token_s.get(job) == self.now_s:
-                self.explained[job] = self.explainer.of(row.slot)
+                self.explained[job] = self.explainer.of(slot)
 
 
 def check(drive: Watched) -> None:

@@ -59,7 +59,7 @@ class Sharing(Drive):
         super().__init__(scheduler, jobs, *args, **options)
         self.tokens: dict[int, list[int]] = {}  # by slot
         self.names: dict[int, list[int]] = {}  # by slot: of no tokens, of the first one, of the first two, ...
-        self.num_units: dict[int, int] = {}
+        self.told: dict[int, bytes] = {}  # by slot: the ids that the scheduler knows
         self.reset_every = 0  # so many batches; 0 is never
         self.ids = PrefixIds(scheduler.memory.prefix.unit, key=b"of tests")
 
@@ -69,9 +69,8 @@ class Sharing(Drive):
         shared = [document.randrange(1000) for _ in range(min(job.num_shared, job.num_prompt))]
         self.tokens[slot] = shared + [own.randrange(1000) for _ in range(job.num_prompt - len(shared))]
         self.names[slot] = [hash(job.salt)]
-        prefix = self.ids.of(np.array(self.tokens[slot], np.int32), job.salt)
-        self.num_units[slot] = len(prefix) // 16
-        return prefix
+        self.told[slot] = self.ids.of(np.array(self.tokens[slot], np.int32), job.salt)
+        return self.told[slot]
 
     def _sampled(self, live: Live) -> bool:
         ends = super()._sampled(live)
@@ -83,9 +82,9 @@ class Sharing(Drive):
 
     def _extend(self, slot: int) -> None:
         job = self.jobs[self.live[slot].job]
-        ids = self.ids.of(np.array(self.tokens[slot], np.int32), job.salt)[16 * self.num_units[slot] :]
+        ids = self.ids.of(np.array(self.tokens[slot], np.int32), job.salt)[len(self.told[slot]) :]
         if ids:
-            self.num_units[slot] += len(ids) // 16
+            self.told[slot] += ids
             self.scheduler.extend(slot, ids)
 
     def on_schedule(self, batch: Batch | None) -> None:

@@ -1,15 +1,17 @@
 """A scheduler on a virtual clock: arrivals, cancels and batches that take a given time, played to their end."""
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from typing import Any, Self
 
+import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike
 
-from medha.batch import Batch, Deal, Row, Swap
+from medha.batch import Batch, Deal, Row
 from medha.config import SCHEDULERS, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
 from medha.cost.coefficients import Coefficients, Curve
 from medha.cost.hardware import load_spec
@@ -176,9 +178,6 @@ def step(scheduler: Scheduler, now_s: float = 0.0, busy_s: float = 0.0, *, ended
     return batch
 
 
-Seconds = Callable[[Batch], float]
-
-
 class Steps:
     """Runs batches one after the other, each for the predicted time; a request ends with its last token,
     and nothing is learned.
@@ -213,9 +212,9 @@ class Steps:
         sampling = [row.slot for row in batch.rows if row.samples]
         for slot in sampling:
             self.times_s[slot].append(self.now_s)
-        most = [self.scheduler._queue.running[slot].request.max_new_tokens for slot in sampling]
-        ends = [(slot, 1, len(self.times_s[slot]) == max_new) for slot, max_new in zip(sampling, most, strict=True)]
-        self.scheduler.complete(batch, self.now_s, ends, 0.0)
+        running = self.scheduler._queue.running
+        ended = [slot for slot in sampling if len(self.times_s[slot]) == running[slot].request.max_new_tokens]
+        finish(self.scheduler, batch, self.now_s, ended=ended)
         return batch, prediction.seconds
 
     def until(self, slot: int) -> Iterator[tuple[Batch, float]]:
@@ -234,17 +233,17 @@ class Live:
     num_tokens: int = 0
     num_scheduled: int = 0
     num_in_flight: int = 0
-    num_preempted: int = 0
     on_host: bool = False
     ended: bool = False
 
 
 @dataclass
 class Shard:
-    """What a request has on a group: from which position on, and its blocks."""
+    """What a request has on a group: from which position on, and its blocks; of a dealt one, how many tokens."""
 
     start: int
     blocks: list[int] = field(default_factory=list)
+    num_dealt: int = 0
 
 
 def can_start(memory: KVMemory, first: int, num_tokens: int, kv_len: int, *, set_aside: bool) -> bool:
@@ -254,11 +253,6 @@ def can_start(memory: KVMemory, first: int, num_tokens: int, kv_len: int, *, set
     can = memory.can_take(Row(-2, 0, kv_len, False, set_aside, first))
     memory.undo_start(-2)
     return can
-
-
-def pairs(swaps: Sequence[Swap]) -> Iterator[tuple[Swap, int, int]]:
-    """Each block of swaps, and the host's."""
-    return ((swap, swap.first + i, swap.host_first + i) for swap in swaps for i in range(swap.count))
 
 
 class Drive:
@@ -276,7 +270,7 @@ class Drive:
         self,
         scheduler: Scheduler,
         jobs: Sequence[Job],
-        seconds: Seconds | None,
+        seconds: Callable[[Batch], float] | None,
         *,
         busy: Callable[[float], float] = lambda real_s: real_s,
         observers: Sequence[Observer] = (),
@@ -291,28 +285,24 @@ class Drive:
         self.num_decodes = self.num_swapped = 0  # of these
         self.decision = Decision()
         self._seconds, self._busy, self._observers = seconds, busy, observers
-        arrivals = [(job.arrival_s, False, index) for index, job in enumerate(jobs)]
-        cancels = [(max(j.cancel_s, j.arrival_s), True, i) for i, j in enumerate(jobs) if j.cancel_s is not None]
-        self._events = sorted([*arrivals, *cancels])
         self._in_flight: deque[tuple[Batch, float, float]] = deque()  # batch, its end, its seconds
-        self.tables: dict[int, dict[int, Shard]] = {}  # by slot and group
-        self._cells: dict[tuple[int, int], list[int]] = {}  # by group and block: names of the tokens that were written
-        self._host: dict[tuple[int, int], list[int]] = {}  # by group and host block
-        self._uses = [Counter[int]() for _ in scheduler.memory.pools]  # by group and block: tables that it is in
-        self._dealt: defaultdict[int, Counter[int]] = defaultdict(Counter)  # tokens of dealt requests by group
+        self.tables: defaultdict[int, dict[int, Shard]] = defaultdict(dict)  # by slot and group
+        memory, size = scheduler.memory, scheduler.memory.block_size
+        # Names of the tokens that were written, by group, block and place in it.
+        self._cells = [np.zeros((pool.num_blocks, size), np.int64) for pool in memory.pools]
+        self._host = [np.zeros((host.pool.num_blocks, size), np.int64) for host in memory.hosts]
         self.num_dealt = self.num_shifts = self.num_computed = self.num_shared = self.num_read_back = 0
 
     def on_schedule(self, batch: Batch | None) -> None:
         """A batch was scheduled, or nothing could be; what a test looks at, in a subclass."""
 
-    def on_complete(self, batch: Batch, busy_s: float) -> None:
-        """A batch is done."""
-
     def run(self) -> Self:
         """Play to the end. Every job finishes or is cancelled, nothing is left, and nothing goes on for ever."""
         most = 50 + 4 * sum(job.num_prompt + job.max_new for job in self.jobs)
         most *= len(self.jobs) if self.scheduler.memory.overcommit else 1  # what gave way is computed again
-        events = deque(self._events)
+        arrivals = [(job.arrival_s, False, index) for index, job in enumerate(self.jobs)]
+        cancels = [(max(j.cancel_s, j.arrival_s), True, i) for i, j in enumerate(self.jobs) if j.cancel_s is not None]
+        events = deque(sorted([*arrivals, *cancels]))
         while True:
             while events and events[0][0] <= self.now_s:
                 _, is_cancel, job = events.popleft()
@@ -361,8 +351,8 @@ class Drive:
             self._preempt(self.decision.preempted)
             self.on_schedule(batch)
             if batch is None:
-                is_idle = not self.scheduler.in_flight
-                assert not (is_idle and (self.scheduler.num_waiting or self.scheduler.num_running)), "a deadlock"
+                scheduler = self.scheduler
+                assert scheduler.in_flight or not (scheduler.num_waiting or scheduler.num_running), "a deadlock"
                 return
             self._check_bounds(batch)
             self._check_batch(batch)
@@ -376,7 +366,7 @@ class Drive:
         if not preempted:
             return
         config = self.scheduler.config
-        started = [one for one in self.live.values() if one.num_scheduled or one.num_preempted]
+        started = [one for one in self.live.values() if one.num_scheduled or one.job in self.gave_way]
         by_class = str(config.policy).startswith("priority")
         oldest = min(started, key=lambda one: (one.request.arrival_s, one.request.slot), default=None)
         for slot, lost_s, swapped_tokens in map(astuple, preempted):
@@ -390,7 +380,6 @@ class Drive:
                 assert lost_s > 0
                 live.num_scheduled = 0
             live.num_prefill = live.request.num_prompt_tokens + live.num_tokens
-            live.num_preempted += 1
             self.gave_way.append(live.job)
             self.num_decodes += live.num_tokens > 0
             self.num_swapped += swapped_tokens > 0
@@ -407,7 +396,6 @@ class Drive:
         closed = self.scheduler.complete(batch, self.now_s, results, busy_s)
         for observer in self._observers:
             observer.completed(batch, self.now_s, results, busy_s, closed)
-        self.on_complete(batch, busy_s)
         self._close(closed)
 
     def _sampled(self, live: Live) -> bool:
@@ -448,35 +436,33 @@ class Drive:
         """Each row of a batch, which is applied as a replica does it, finds in its blocks what its own tokens left."""
         assert batch == Batch.from_ints(batch.to_ints())
         memory = self.scheduler.memory
-        for swap, block, host_block in pairs(batch.swaps_out):
-            self._host[swap.group, host_block] = self._cells[swap.group, block][:]
+        for group, first, host_first, count in batch.swaps_out:
+            self._host[group][host_first : host_first + count] = self._cells[group][first : first + count]
         for slot in batch.frees:
-            for group, shard in self.tables.pop(slot).items():
-                self._cut(group, shard, 0)
+            del self.tables[slot]
         for shared in batch.shared:
             live = self.live[shared.slot]
             assert live.num_scheduled == shared.start and shared.num_tokens > 0
-            self.tables.setdefault(shared.slot, {})[shared.group] = Shard(shared.start)
+            self.tables[shared.slot][shared.group] = Shard(shared.start)
             live.num_scheduled += shared.num_tokens
             self.num_shared += shared.num_tokens
         for extent in batch.extents:
             live = self.live[extent.slot]
             new = Shard(0 if live.on_host else live.num_scheduled)
             blocks = range(extent.first, extent.first + extent.count)
-            self.tables.setdefault(extent.slot, {}).setdefault(extent.group, new).blocks.extend(blocks)
-            self._uses[extent.group].update(blocks)
+            self.tables[extent.slot].setdefault(extent.group, new).blocks.extend(blocks)
         back = [live for live in (self.live[row.slot] for row in batch.rows) if live.on_host]
         num_moved = sum(-(-live.num_scheduled // memory.block_size) for live in back)
         assert batch.shared or num_moved == sum(swap.count for swap in batch.swaps_in)
         for live in back:
             live.on_host = False
-        for swap, block, host_block in pairs(batch.swaps_in):
-            self._cells[swap.group, block] = self._host[swap.group, host_block][:]
-            self.num_read_back += 1
+        for group, first, host_first, count in batch.swaps_in:
+            self._cells[group][first : first + count] = self._host[group][host_first : host_first + count]
+            self.num_read_back += count
         for copy in batch.copies:
             assert 0 < copy.num_tokens < memory.block_size
-            copied = self._cells[copy.group, copy.source][: copy.num_tokens]
-            self._cells_of(copy.group, copy.target)[: copy.num_tokens] = copied
+            cells = self._cells[copy.group]
+            cells[copy.target, : copy.num_tokens] = cells[copy.source, : copy.num_tokens]
         for row in batch.rows:  # all write before any attends, as a layer does
             self._check_row(row)
             self.num_computed += row.q_len
@@ -487,69 +473,55 @@ class Drive:
                 self._check_dealt(row, batch.deals)
             else:
                 self._check_reads(row)
-        assert [memory.used(group) for group in range(memory.num_groups)] == list(map(len, self._uses))
+        for group in range(memory.num_groups):
+            held = [table[group].blocks for table in self.tables.values() if group in table]
+            assert memory.used(group) == len(set[int]().union(*held))
 
     def _is_dealt(self, row: Row) -> bool:
         one = self.live[row.slot].request
         return self.scheduler.memory.dealt_reservation(one.num_kv_tokens, one.num_prompt_tokens) is not None
 
-    def _cut(self, group: int, shard: Shard, count: int) -> None:
-        """All but the first so many blocks are given back."""
-        self._uses[group] -= Counter(shard.blocks[count:])
-        del shard.blocks[count:]
-
-    def _names(self, slot: int, start: int, end: int) -> Sequence[int]:
+    def _names(self, slot: int, start: int, end: int) -> ArrayLike:
         """Of some tokens of a request; those that are shared have the same."""
-        first = (self.live[slot].job + 1) << 32
-        return range(first + start, first + end)
-
-    def _cells_of(self, group: int, block: int) -> list[int]:
-        return self._cells.setdefault((group, block), [0] * self.scheduler.memory.block_size)
+        return np.arange(start, end) + ((self.live[slot].job + 1) << 32)
 
     def _write(self, row: Row) -> None:
-        shard, size = self.tables[row.slot][row.writer], self.scheduler.memory.block_size
-        at = row.position
-        while at < row.kv_len:
-            block, first = divmod(at - shard.start, size)
-            end = min(at + size - first, row.kv_len)
-            self._cells_of(row.writer, shard.blocks[block])[first : first + end - at] = self._names(row.slot, at, end)
-            at = end
+        shard, names = self.tables[row.slot][row.writer], self._names(row.slot, row.position, row.kv_len)
+        block, place = np.divmod(np.arange(row.position, row.kv_len) - shard.start, self.scheduler.memory.block_size)
+        self._cells[row.writer][np.array(shard.blocks)[block], place] = names
 
     def _check_reads(self, row: Row) -> None:
-        """A row lies on neighbouring groups, each with the blocks for its shard and not one more; of these the last two
-        and every seventh are looked into."""
+        """A row lies on neighbouring groups, each with the blocks for its shard, not one more, and its tokens there."""
         table, size = self.tables[row.slot], self.scheduler.memory.block_size
         assert list(table) == list(row.groups)
         starts = [shard.start for shard in table.values()]
         assert starts[0] == 0
         for (group, shard), end in zip(table.items(), [*starts[1:], row.kv_len], strict=True):
-            assert 0 < end - shard.start <= self.scheduler.memory.max_kv_per_group
-            pieces = [*zip(range(shard.start, end, size), shard.blocks, strict=True)]
-            for at, block in (*pieces[:-2:7], *pieces[-2:]):
-                names = self._names(row.slot, at, min(at + size, end))
-                assert self._cells[group, block][: len(names)] == list(names)
+            num_tokens = end - shard.start
+            assert 0 < num_tokens <= self.scheduler.memory.max_kv_per_group
+            assert len(shard.blocks) == -(-num_tokens // size)
+            found = self._cells[group][shard.blocks].ravel()[:num_tokens]
+            assert np.array_equal(found, self._names(row.slot, shard.start, end))
 
     def _check_dealt(self, row: Row, deals: Sequence[Deal]) -> None:
         """A dealt row lies on its groups with what it was dealt and gathered."""
-        held, size = self._dealt[row.slot], self.scheduler.memory.block_size
+        table, size = self.tables[row.slot], self.scheduler.memory.block_size
         assert row.num_groups > 1
-        if row.position == 0:
-            held.clear()
-        assert sum(held.values()) == row.position
+        assert sum(shard.num_dealt for shard in table.values()) == row.position
         for group in row.groups:
-            shard = self.tables[row.slot].setdefault(group, Shard(0))
+            shard = table.setdefault(group, Shard(0))
             if row.is_dealt:
                 (deal,) = [deal for deal in deals if (deal.slot, deal.group) == (row.slot, group)]
-                assert deal.held == held[group]
+                assert deal.held == shard.num_dealt
                 assert abs(deal.share - row.position / row.num_groups) <= size + 1
-                held[group] = deal.share + row.tokens_on(group)
+                shard.num_dealt = deal.share + row.tokens_on(group)
                 self.num_dealt += 1
                 if deal.share < deal.held:
                     self.num_shifts += 1
-                    self._cut(group, shard, -(-held[group] // size))
+                    del shard.blocks[-(-shard.num_dealt // size) :]
             elif group == row.writer:
-                held[group] += row.q_len
-            assert len(shard.blocks) == -(-held[group] // size)
+                shard.num_dealt += row.q_len
+            assert len(shard.blocks) == -(-shard.num_dealt // size)
 
     def _check_row(self, row: Row) -> None:
         live = self.live[row.slot]
