@@ -23,13 +23,6 @@ _RENEWED_AFTER = 300  # runs: what processes pile up over many engines goes with
 _KEPT = ("temperature", "seed", "max_tokens")  # of requests: without them there is more, or what no reference tells
 
 
-def recorded() -> Iterator[tuple[int, int]]:
-    """(seed, ranks) of the list that every test run replays."""
-    for line in SEEDS.read_text().splitlines():
-        if fields := line.partition("#")[0].split():
-            yield int(fields[0]), int(fields[1])
-
-
 def run(runs: int = 100, ranks: str = "1", first: int = 0) -> int:
     """Run so many seeds from the first on, over a number of ranks or, as in 2-8, over each of these by turns; a failure
     is shrunk, printed and recorded."""
@@ -69,17 +62,13 @@ def _keep(seed: int, ranks: int, failure: Failure, workers: WorkerPool) -> None:
 def shrink(case: Case, fails: Callable[[Case], bool], *, limit_s: float) -> Case:
     """The smallest case found, within the time, that still ``fails`` in the same way."""
     end_s = time.monotonic() + limit_s
-    index, is_smaller = 0, False
-    while time.monotonic() < end_s:
-        candidates = [candidate for candidate in smaller(case) if candidate != case]
-        if index >= len(candidates):
-            if not is_smaller:
-                break
-            index, is_smaller = 0, False
-        elif fails(candidates[index]):
-            case, is_smaller = candidates[index], True
+    index = num_passed = 0  # those since the last that failed
+    while num_passed < len(candidates := [less for less in smaller(case) if less != case]) and time.monotonic() < end_s:
+        candidate = candidates[index % len(candidates)]
+        if fails(candidate):
+            case, num_passed = candidate, 0
         else:
-            index += 1
+            index, num_passed = index + 1, num_passed + 1
     return case
 
 

@@ -192,7 +192,9 @@ def _draw(seed: int, ranks: int) -> Case:
     if is_pressed:
         lengths, counts = [rng.randint(1, 24) for _ in range(4)], [4, 12, 40, 40]
     else:
-        longest = 40 if _is_slow(options) else 120 if ranks > 2 else 400
+        budget_s, chunk = options["t_target_s"] or options["quantum_s"], options["chunk_size"] or 1000
+        is_slow = min(options["max_batch_tokens"], chunk) < 20 or budget_s < 0.002  # it takes hundreds of batches
+        longest = 40 if is_slow else 120 if ranks > 2 else 400
         lengths, counts = [1, 2, *(rng.randint(1, longest) for _ in range(4))], [1, 2, 5, 12, 20]
     span = rng.choice([0, 0, 20, 60])
     num_asks = rng.randint(6, 12) if is_pressed else rng.randint(1, 9)
@@ -219,12 +221,6 @@ def _draw(seed: int, ranks: int) -> Case:
     asks.sort(key=lambda ask: ask.at)
     spike = rng.choice([1.0, 1.0, 100.0])
     return Case(model, tuple(asks), layout, (0, 0), options, step_s, token_s, spike, abandon)
-
-
-def _is_slow(options: dict[str, Any]) -> bool:
-    """Whether a batch has few tokens, so that a long prompt takes hundreds."""
-    budget_s = options["t_target_s"] or options["quantum_s"]
-    return min(options["max_batch_tokens"], options["chunk_size"] or 1000) < 20 or budget_s < 0.002
 
 
 def _model(rng: random.Random, layout: tuple[int, int, int]) -> Model:

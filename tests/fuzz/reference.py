@@ -125,9 +125,8 @@ def _check_tokens(rules: _Rules, answer: Answer, logits: Logits) -> None:
         if token != must and not rules.is_near_tie(must, logits[index], drawn, off):
             raise Failure("tokens", f"token {index} is {token}, must be {must}")
         if answer.logprobs is not None:
-            x = logits[index] - logits[index].max()
-            x -= np.log(np.exp(x).sum())
-            errors = [abs(value - x[i]) for i, value in answer.logprobs[index].items()]
+            must_be = torch.from_numpy(logits[index]).log_softmax(dim=0)
+            errors = [abs(value - float(must_be[i])) for i, value in answer.logprobs[index].items()]
             if not max(errors) <= 2 * off + 1e-4:
                 raise Failure("logprobs", f"those of token {index} are off by {max(errors)}")
 

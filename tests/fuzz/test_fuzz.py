@@ -4,9 +4,10 @@ import random
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from tests.fuzz.__main__ import recorded, shrink
+from tests.fuzz.__main__ import SEEDS, shrink
 from tests.fuzz.cases import Ask, Case, Model, draw  # noqa: F401 - the names of a printed case
 from tests.fuzz.drive import failure_of
 from tests.fuzz.mutations import MUTATIONS
@@ -15,7 +16,7 @@ from tests.parallel.workers import WorkerPool
 FRESH_S = {range(1, 2): 6.0, range(2, 5): 6.0}
 
 
-@pytest.mark.parametrize(("seed", "ranks"), list(recorded()))
+@pytest.mark.parametrize(("seed", "ranks"), np.loadtxt(SEEDS, int, ndmin=2).tolist())
 def test_recorded_seed(seed: int, ranks: int, workers: WorkerPool) -> None:
     failure = failure_of(draw(seed, ranks), workers if ranks > 1 else None)
     assert failure is None, failure
