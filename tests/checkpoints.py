@@ -10,22 +10,11 @@ from typing import Any
 import torch
 import transformers
 
-from tests.models.hf_folders import LLAMA3, YARN
+from tests.models.hf_folders import LLAMA3, SHAPE, YARN
 
 VOCAB = 211
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.2,
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-}
-
-
+BASE = SHAPE | {"vocab_size": VOCAB, "num_hidden_layers": 3, "initializer_range": 0.2}
+BASE |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
@@ -55,7 +44,7 @@ def make_checkpoint(
     """
     name, options = FAMILIES[family]
     torch.manual_seed(seed)
-    fields = {**SHAPE, **options, "tie_word_embeddings": tied, **shape}
+    fields = {**BASE, **options, "tie_word_embeddings": tied, **shape}
     config = getattr(transformers, f"{name}Config")(**fields)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():

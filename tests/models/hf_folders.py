@@ -11,9 +11,7 @@ from medha.errors import ConfigError
 from medha.models.hf_config import load_model_config
 
 Fields = dict[str, Any]
-LLAMA: Fields = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+SHAPE: Fields = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -22,6 +20,7 @@ LLAMA: Fields = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 8192,
 }
+LLAMA: Fields = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SHAPE}
 REMOVE = type  # no JSON has it, and tests that are given it have equal names in every process
 YARN: Fields = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 LLAMA3: Fields = {

@@ -18,11 +18,8 @@ CONTROL = ["<|bos|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", 
 
 def byte_level(adds_bos: bool = False) -> tokenizers.Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "hello"), ("o", "n"), ("ðŁ", "ĺ")]
-    vocab = {token: i for i, token in enumerate([*alphabet, "ðŁ"])}
-    for left, right in merges:
-        vocab.setdefault(left + right, len(vocab))
-    merges.insert(6, ("ð", "Ł"))
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "hello"), ("o", "n"), ("ð", "Ł"), ("ðŁ", "ĺ")]
+    vocab = {token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -46,11 +43,9 @@ PANIC = "a" * 40 + "b"
 
 
 def sentencepiece(scheme: str = "first", strip_decoder: bool = False) -> tokenizers.Tokenizer:
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    for byte in range(256):
-        vocab[f"<0x{byte:02X}>"] = len(vocab)
-    for token in ["▁", "▁▁", "▁a", "a", "b", "ab", "▁ab", "é", "<", ">", "/", "s", "�", "▁a▁"]:
-        vocab[token] = len(vocab)
+    pieces = ["▁", "▁▁", "▁a", "a", "b", "ab", "▁ab", "é", "<", ">", "/", "s", "�", "▁a▁"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    vocab = {token: i for i, token in enumerate(tokens)}
     merges = [("▁", "a"), ("a", "b"), ("▁", "ab"), ("▁", "▁")]
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
     if strip_decoder:
