@@ -146,22 +146,15 @@ def left_behind(engine: Any) -> dict[str, list[int]]:
     hand_overs, instances = engine.hand_overs, [one.scheduler for one in engine.hand_overs.instances]
     left = {
         "blocks": [memory.num_used, *(host.pool.num_blocks - host.num_free for host in memory.hosts)],
-        "reservations": [
-            len(memory._accounts),
-            *(len(host.swapped) for host in memory.hosts),
-            *memory._open,
-            *memory._set_aside,
-        ],
+        "swapped requests": [len(host.swapped) for host in memory.hosts],
+        "reservations": [len(memory._accounts), *memory._open, *memory._set_aside],
         "requests": [scheduler.num_running, scheduler.num_waiting, len(queue.ending), len(queue.decoding)],
         "rows": [queue.num_prefills, int(queue.column("relegated").sum())],
         "batches": [len(scheduler.in_flight), len(engine._in_flight)],
         "plans": [len(getattr(scheduler.packer, "_plans", ()))],
         "of instances": [n for one in instances for n in (one.memory.num_used, len(one.in_flight), one.num_running)],
-        "hand-overs": [
-            len(hand_overs.waiting),
-            len(hand_overs.transfers),
-            *(len(instance.coming) for instance in hand_overs.instances),
-        ],
+        "hand-overs": [len(hand_overs.waiting), len(hand_overs.transfers)],
+        "hand-overs to instances": [len(one.coming) for one in hand_overs.instances],
         "slots": [len(engine.live), len(engine.by_slot)],
         "slots twice": [len(engine._free_slots) - len(set(engine._free_slots))],
         "of the runner": [len(runner._tokens), len(runner.sampling)],

@@ -4,13 +4,14 @@ The needle model answers known text. The byte model is a random Llama over the 2
 what it says is noise, but transformers says the same noise.
 """
 
-import itertools
 import json
 import shutil
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -111,11 +112,5 @@ def make_case(folder: Path) -> Case:
 
 def fail_in_run(engine: Engine, patch: pytest.MonkeyPatch, *, at: int, error: BaseException) -> None:
     """Let the ``at``-th batch raise."""
-    run, calls = engine.runner.run, itertools.count()
-
-    def failing(step: Any) -> Any:
-        if next(calls) == at:
-            raise error
-        return run(step)
-
-    patch.setattr(engine.runner, "run", failing)
+    effects = chain(repeat(DEFAULT, at), [error], repeat(DEFAULT))
+    patch.setattr(engine.runner, "run", Mock(wraps=engine.runner.run, side_effect=effects))

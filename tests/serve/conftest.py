@@ -31,17 +31,10 @@ Answered = tuple[int, Any, dict[str, str]]
 class Server:
     """A server that runs."""
 
+    engine: Engine
     service: Service
     front: Front
     port: int
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
-
-    @property
-    def engine(self) -> Engine:
-        return self.service.engine
 
     def is_idle(self) -> bool:
         """Whether it is done with all clients, which are told before it is; between two steps of the engine."""
@@ -129,7 +122,7 @@ def served(engine: Engine, *keys: Key, max_connections: int = 2048, **limits: An
         with listening(front, listener, max_connections=max_connections):
             thread.start()
             try:
-                yield Server(service, front, listener.getsockname()[1])
+                yield Server(engine, service, front, listener.getsockname()[1])
             finally:
                 stopping.set()
                 thread.join(LIMIT_S)

@@ -337,7 +337,7 @@ def test_who_cannot_be_in_time_is_told_at_once(start: Start, bytes_model: Model)
     for stream in (False, True):
         status, told, headers = server.post(PATH, asked(50, 4, slo={"ttft_s": 1e-9}, stream=stream))
         assert (status, told["error"]["param"], headers["x-should-retry"]) == (429, "slo.ttft_s", "false")
-    client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=5)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=5)
     with pytest.raises(openai.RateLimitError):
         client.completions.create(model="model", prompt="hello", extra_body={"slo": {"tpot_s": 1e-9}})
     assert server.post(PATH, asked(50, 4, slo={"ttft_s": 100}))[0] == 200

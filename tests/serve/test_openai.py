@@ -17,7 +17,7 @@ from tests.serving import Model, serve_one
 
 @pytest.fixture
 def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
 
 
 def alone(model: Model, prompt: Any, **params: Any) -> Any:
