@@ -57,7 +57,7 @@ class Plans:
         self._values = count(1)
 
     def batch(self, batch_id: int) -> Batch:
-        rng, out, back, new, rows, came = self.rng, [], [], [], [], []
+        rng, out, back, new, rows = self.rng, [], [], [], []
         frees = [slot for slot in self.live if rng.random() < 0.25]
         for slot in frees:
             gone = self.live.pop(slot)
@@ -67,25 +67,23 @@ class Plans:
                 out += facing(gone.group, held, self.away[slot][1])
             for group, blocks in gone.blocks.items():
                 self._free[group] += blocks
-        returning = [slot for slot in self.away if rng.random() < 0.5]
-        for slot in returning:
-            self.live[slot], host = self.away.pop(slot)
-            self.live[slot].blocks.clear()
-            self._host[self.live[slot].group] += host
-            came.append((slot, host))
+        came = {slot: self.away.pop(slot) for slot in list(self.away) if rng.random() < 0.5}
+        for slot, (request, host) in came.items():
+            self.live[slot] = request
+            request.blocks.clear()
+            self._host[request.group] += host
         for slot in rng.sample(SLOTS, 2):
             if slot not in self.live and slot not in self.away:
                 group = rng.randrange(GROUPS)
                 self.live[slot] = Request(group, {group: 0})
         for slot, request in self.live.items():
-            if slot in returning or (len(request.values) < MOST_TOKENS and rng.random() < 0.6):
-                row, more = self._row(slot, request, grows=slot not in returning and rng.random() < 0.25)
+            if slot in came or (len(request.values) < MOST_TOKENS and rng.random() < 0.6):
+                row, more = self._row(slot, request, grows=slot not in came and rng.random() < 0.25)
                 rows.append(row)
                 new += more
         rows.sort(key=lambda row: not row.is_decode)
-        for slot, host in came:
-            group = self.live[slot].group
-            back += facing(group, self.live[slot].blocks[group][: len(host)], host)
+        for request, host in came.values():
+            back += facing(request.group, request.blocks[request.group][: len(host)], host)
         return Batch(batch_id, tuple(rows), tuple(new), tuple(frees), tuple(out), tuple(back))
 
     def _row(self, slot: int, request: Request, *, grows: bool, decodes: bool = False) -> tuple[Row, list[Extent]]:
