@@ -198,8 +198,8 @@ class TokenLine:
         pending = self._runner.run(step)
         if pending is None:
             return None
-        embedders = self._embedders(step.batch)
-        if self._decodes and not embedders:
+        embedders = self._embedders(step.batch) if self._decodes else {}
+        if self._decodes and not embedders:  # with lanes a batch counts as done when this returns
             return pending
         result = pending.result()
         tokens = {row.slot: token.token_id for row, token in zip(result.rows, result.sampled, strict=True)}
@@ -227,7 +227,7 @@ class TokenLine:
         """The ranks to which tokens drawn here after a batch's rows are sent, and the slots whose tokens they are."""
         here, found = self._ranks.group, dict[int, list[int]]()
         last = max((row.writer for row in sampling_rows(batch, here)), default=here) + 1
-        for group in range(here, max(here, min(last, self._ranks.config.kvp - 1)) + 1) if self._decodes else ():
+        for group in range(here, max(here, min(last, self._ranks.config.kvp - 1)) + 1):
             slots = _slots_for(batch, here, group)
             first_stage = self._ranks.of_groups([group])[: self._ranks.config.of_group(group).tp]
             for rank in first_stage if slots else ():
