@@ -1,17 +1,20 @@
 """``medha bench …``: which verbs there are, and how a verb becomes a command. A verb's module is imported when it runs.
 
-A verb's module has a frozen dataclass of options, whose fields are the options of the command, a function that
-measures, and at its end :func:`verb`, which says what is printed of the report. The function gets the options and
-returns the report on rank 0, None on the others; its docstring is the help.
+A verb is a line of a module's docstring in this folder, its name and what the list of verbs says. The module has a
+frozen dataclass of options, whose fields are the options of the command, a function that measures, and :func:`verb`,
+which says what is printed of the report. The function gets the options and returns the report on rank 0, None on the
+others; its docstring is the help.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -28,20 +31,7 @@ Report = dict[str, Any]
 Shows = Mapping[str, Sequence[str]]
 """What is printed of a report: entries of it, of rows these columns; without any the entry as it is."""
 
-_Verbs = Mapping[str, tuple[str, str]]
-VERBS: _Verbs = {
-    "latency": ("offline", "One request at a time, over prompt lengths: TTFT, between tokens, end to end."),
-    "throughput": ("offline", "Requests that are all there from the start: requests and tokens a second."),
-    "serve": ("serve", "Requests arrive at a live engine: TTFT, TPOT, ITL, E2EL, goodput."),
-    "compare": ("compare", "The same weights and prompts through medha and through another engine."),
-    "scaling": ("scaling", "Several ranks against one."),
-}
-MICRO: _Verbs = {
-    "attention": ("micro", "Attention of one layer, chunks over KV lengths."),
-    "sampling": ("micro", "From logits to tokens, over batch sizes and ways of drawing."),
-    "scheduler": ("micro", "One scheduling decision, as the queue grows."),
-}
-"""Of each verb its module in this folder, and what the list of them says."""
+_VERB = re.compile(r'^(?:""")?``medha bench (micro |)(\w+)``: (.+)$', re.MULTILINE)
 
 _COMMANDS: dict[str, typer.Typer] = {}  # the verbs of the modules that have been imported
 
@@ -144,30 +134,38 @@ def _run(path: Any, options: Any, measure: Callable[..., Report | None], shows: 
     return FAILED_REQUESTS if report.get("failed") or report.get("num_wrong") else 0
 
 
+@cache
+def _verbs(group: str) -> dict[str, tuple[str, str]]:
+    """Of each verb of a group its module and what the list of verbs says."""
+    texts = {path.stem: path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))}
+    lines = ((module, *line) for module, text in texts.items() for line in _VERB.findall(text))
+    return {name: (module, said) for module, its, name, said in lines if its == group}
+
+
 class _Group(typer.core.TyperGroup):
     """A group of verbs."""
 
-    verbs: _Verbs = VERBS
+    within = ""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*self.commands, *self.verbs]
+        return [*self.commands, *_verbs(self.within)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Enough of a verb to list it."""
-        if cmd_name in self.verbs:
-            return typer.core.TyperCommand(cmd_name, help=self.verbs[cmd_name][1])
+        if cmd_name in (verbs := _verbs(self.within)):
+            return typer.core.TyperCommand(cmd_name, help=verbs[cmd_name][1])
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and name in self.verbs:
-            import_module(f"medha.bench.{self.verbs[name][0]}")
+        if name is not None and name in (verbs := _verbs(self.within)):
+            import_module(f"medha.bench.{verbs[name][0]}")
             command = typer.main.get_command(_COMMANDS[name])
         return name, command, rest
 
 
 class _Micro(_Group):
-    verbs = MICRO
+    within = "micro "
 
 
 app = make_app(help="Measure on this machine. TTFT, TPOT and the other terms: medha bench serve --help.")

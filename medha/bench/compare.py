@@ -1,4 +1,4 @@
-"""``medha bench compare``: the same weights and prompts through medha and through transformers or vLLM.
+"""``medha bench compare``: The same weights and prompts through medha and through transformers or vLLM.
 
 Each engine is a worker process (:mod:`medha.bench.peers`) on the same threads and in the same dtype; it gets token ids,
 greedy requests and exact numbers of tokens. Rounds are interleaved and whoever is not asked is stopped, so a slow spell

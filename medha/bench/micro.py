@@ -1,4 +1,8 @@
-"""``medha bench micro attention``, ``sampling`` and ``scheduler``: one part alone.
+"""One part alone.
+
+``medha bench micro attention``: Attention of one layer, chunks over KV lengths.
+``medha bench micro sampling``: From logits to tokens, over batch sizes and ways of drawing.
+``medha bench micro scheduler``: One scheduling decision, as the queue grows.
 
 ``attention`` is one layer's: the engine's backend over one layer's paged pool, planned once, the chunk's own keys at
 its end. Chunking is free where a small chunk costs no more for each product than a large one (arXiv:2409.17264 v4

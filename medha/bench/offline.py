@@ -1,8 +1,11 @@
-"""``medha bench latency`` and ``throughput``: one request by itself, and many that are all there from the start.
+"""One request by itself, and many that are all there from the start.
 
-The whole engine runs: scheduler, paged cache, sampler. Of ``latency`` one request is there at a time; the lengths take
-turns. The fields of a length are those of ``vllm bench latency`` (``avg_latency``, ``latencies``, ``percentiles``: end
-to end, seconds), with the time to the first token and between tokens apart.
+``medha bench latency``: One request at a time, over prompt lengths: TTFT, between tokens, end to end.
+``medha bench throughput``: Requests that are all there from the start: requests and tokens a second.
+
+The whole engine runs: scheduler, paged cache, sampler. Of ``latency`` the lengths take turns. The fields of a length
+are those of ``vllm bench latency`` (``avg_latency``, ``latencies``, ``percentiles``: end to end, seconds), with the
+time to the first token and between tokens apart.
 
 With ``whole`` each prompt is also read as one chunk, in turn: the ratio is the price of chunks, which are what makes a
 prefill preemptible. Then TTFTs are held against the matrix products of this machine. Useful operations of ``n`` tokens

@@ -1,4 +1,4 @@
-"""``medha bench scaling``: several ranks against one, and what the rest of the time went to.
+"""``medha bench scaling``: Several ranks against one, and what the rest of the time went to.
 
 Each layout is a job of its own, one thread a rank, with the whole engine and control plane; the jobs take turns, so a
 slow spell of the machine hits all alike. Weights are random and differ between layouts (each rank draws its own), so

@@ -1,4 +1,4 @@
-"""``medha bench serve``: requests arrive at a live engine.
+"""``medha bench serve``: Requests arrive at a live engine: TTFT, TPOT, ITL, E2EL, goodput.
 
 The engine runs in this process: no server, no network. The fields of the report are those of ``vllm bench serve
 --save-detailed``, but for texts. Objectives (``--goodput``, or a trace's own) are told to the scheduler, but for the

@@ -21,11 +21,11 @@ from torch import nn
 from medha.config import ModelConfig
 from medha.errors import ConfigError
 from medha.models.layers import (
-    DecoderLayer,
     FusedKernels,
     LinearFn,
     RMSNorm,
     TensorShard,
+    decoder_layers,
     local_part,
     packed_weight,
     rotation,
@@ -50,7 +50,7 @@ class Decoder(nn.Module):
         self.has_embedding = layers.start == 0
         self.has_head = layers.stop == config.num_layers
         tied_head = self.has_head and config.tie_word_embeddings
-        body: dict[str, nn.Module] = {"layers": nn.ModuleDict({str(i): DecoderLayer(config) for i in layers})}
+        body: dict[str, nn.Module] = {"layers": decoder_layers(config, layers)}
         if self.has_embedding or tied_head:
             V, D = config.vocab_size, config.hidden_size
             body["embed_tokens"] = nn.Embedding(V, D, _weight=torch.empty(V, D))  # drawn ones load torch's compiler

@@ -161,6 +161,11 @@ class DecoderLayer(nn.Module):
         return x_TD, self.mlp(normed_TD)
 
 
+def decoder_layers(config: ModelConfig, layers: range) -> nn.ModuleDict:
+    """Those layers of a model, by their index in the whole of it."""
+    return nn.ModuleDict({str(i): DecoderLayer(config) for i in layers})
+
+
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a parameter: its shard if it is a DTensor, the whole otherwise."""
     local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
