@@ -39,15 +39,19 @@ class Child:
         self._setup = setup
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ended = False  # the answer that some thread waits for; the process may be only about to start
 
     def ask(self, message: bytes | bytearray) -> bytes:
         """The answer to a message; ChildError where it is an error, or the child died. Other threads run meanwhile."""
         with self._lock:
+            self._is_ended = False
             try:
                 if self._process is not None and self._process.poll() is not None:
                     self._stop()  # it was killed while nobody asked; or it is the parent's, behind a fork
                 if self._process is None:
                     self._start()
+                if self._is_ended:
+                    raise ChildError("the answer was given up")
                 self._pipe.send_bytes(message)
                 is_error, answer = self._pipe.recv_bytes(), self._pipe.recv_bytes()
             except BaseException as error:
@@ -61,7 +65,7 @@ class Child:
 
     def interrupt(self) -> None:
         """End the answer that some thread waits for, which gets a ChildError; nothing where none does."""
-        process = self._process
+        self._is_ended, process = True, self._process
         if process is not None and self._lock.locked():
             process.kill()
 

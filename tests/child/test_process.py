@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from medha.child.process import Child, ChildError
+from medha.child import process
+from medha.child.process import Child, ChildError, popen_module
 from tests.commands import wait_until
 
 ECHO = """
@@ -168,6 +169,18 @@ def test_an_answer_that_is_waited_for_can_be_given_up(
     assert child.ask(b"more") == b"more"
 
 
+def test_an_answer_can_be_given_up_while_its_child_starts(
+    echo: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = echo()
+    started = lambda *args, **options: (child.interrupt(), popen_module(*args, **options))[1]  # noqa: E731
+    with monkeypatch.context() as patched:
+        patched.setattr(process, "popen_module", started)
+        with pytest.raises(ChildError, match="given up"):
+            child.ask(SLEEP)
+    assert child.ask(b"more") == b"more"
+
+
 def test_children_that_have_ended_leave_nothing(echo: Callable[..., Child]) -> None:
     """Also one that was killed while nobody asked: the next message goes to another."""
     gc.collect()  # those of tests before
@@ -175,7 +188,7 @@ def test_children_that_have_ended_leave_nothing(echo: Callable[..., Child]) -> N
     for _ in range(2):
         pid = int(child.ask(PID))
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda pid=pid: not is_there(pid))  # type: ignore[misc]
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # until its last thread has gone
         assert child.ask(b"hello") == b"hello"
         with pytest.raises(ChildError):
             child.ask(b"=os.abort()")
