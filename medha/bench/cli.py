@@ -135,40 +135,34 @@ def _run(path: Any, options: Any, measure: Callable[..., Report | None], shows: 
 
 
 @cache
-def _verbs(group: str) -> dict[str, tuple[str, str]]:
-    """Of each verb of a group its module and what the list of verbs says."""
+def _verbs(are_micro: bool) -> dict[str, tuple[str, str]]:
+    """Of each verb, of ``bench`` or of ``bench micro``, its module and what the list of verbs says."""
     texts = {path.stem: path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))}
     lines = ((module, *line) for module, text in texts.items() for line in _VERB.findall(text))
-    return {name: (module, said) for module, its, name, said in lines if its == group}
+    return {name: (module, said) for module, its, name, said in lines if bool(its) == are_micro}
 
 
 class _Group(typer.core.TyperGroup):
     """A group of verbs."""
 
-    within = ""
-
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*self.commands, *_verbs(self.within)]
+        return [*self.commands, *_verbs(self.name == "micro")]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Enough of a verb to list it."""
-        if cmd_name in (verbs := _verbs(self.within)):
+        if cmd_name in (verbs := _verbs(self.name == "micro")):
             return typer.core.TyperCommand(cmd_name, help=verbs[cmd_name][1])
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and name in (verbs := _verbs(self.within)):
+        if name is not None and name in (verbs := _verbs(self.name == "micro")):
             import_module(f"medha.bench.{verbs[name][0]}")
             command = typer.main.get_command(_COMMANDS[name])
         return name, command, rest
 
 
-class _Micro(_Group):
-    within = "micro "
-
-
 app = make_app(help="Measure on this machine. TTFT, TPOT and the other terms: medha bench serve --help.")
 app.info.cls = _Group
 _micro = make_app(help="Measure one part alone: attention, a scheduling decision, sampling.")
-app.add_typer(_micro, name="micro", cls=_Micro)
+app.add_typer(_micro, name="micro", cls=_Group)

@@ -375,6 +375,7 @@ class Follower:
             self._tokens.drain()
             self._reports.drain()
             _leave(self)
+        del self._receiver  # which holds this
 
     def _follow_to(self, name: str, kind: str) -> Message:
         if self.ranks.monitor.has_failure:  # there is nobody to follow

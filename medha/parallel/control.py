@@ -163,9 +163,8 @@ class ControlReceiver(Generic[T]):
     def __init__(
         self, group: dist.ProcessGroup, prepare: Callable[[Message], T], line: Line | None = None, in_turn: bool = False
     ) -> None:
-        self._group, self._line = group, line
         self._prepare = prepare
-        self._messages = self._decoded()
+        self._messages = _decoded(group, line)
         self._in_turn = in_turn and line is not None
         self.arrived: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()  # messages that are here and prepared
         if in_turn and line is not None:
@@ -189,24 +188,25 @@ class ControlReceiver(Generic[T]):
         except Exception as error:
             self.arrived.put(error)
 
-    def _decoded(self) -> Iterator[Message]:
-        posted = deque(self._post() for _ in range(_POSTED))
-        parts: list[npt.NDArray[np.int32]] = []
-        kind = ""
-        while kind != "stop":
-            buffer = posted.popleft()()
-            size, continues = buffer[:_FRAME_HEADER].tolist()
-            parts.append(buffer[_FRAME_HEADER : _FRAME_HEADER + size].numpy())
-            if not continues:
-                message, parts = decode(np.concatenate(parts)), []
-                kind = message.kind
-                yield message
-            posted.append(self._post())
 
-    def _post(self) -> Callable[[], torch.Tensor]:
-        if self._line is not None:
-            return partial(self._line.receive, torch.empty(PAGE_BYTES // 4, dtype=torch.int32, device="cpu"))
-        return post_receive(torch.empty(FRAME_INTS, dtype=torch.int32, device="cpu"), 0, self._group, 0)
+def _decoded(group: dist.ProcessGroup, line: Line | None) -> Iterator[Message]:
+    def post() -> Callable[[], torch.Tensor]:
+        if line is not None:
+            return partial(line.receive, torch.empty(PAGE_BYTES // 4, dtype=torch.int32, device="cpu"))
+        return post_receive(torch.empty(FRAME_INTS, dtype=torch.int32, device="cpu"), 0, group, 0)
+
+    posted = deque(post() for _ in range(_POSTED))
+    parts: list[npt.NDArray[np.int32]] = []
+    kind = ""
+    while kind != "stop":
+        buffer = posted.popleft()()
+        size, continues = buffer[:_FRAME_HEADER].tolist()
+        parts.append(buffer[_FRAME_HEADER : _FRAME_HEADER + size].numpy())
+        if not continues:
+            message, parts = decode(np.concatenate(parts)), []
+            kind = message.kind
+            yield message
+        posted.append(post())
 
 
 _FRAME_HEADER = 2  # integers in the frame, whether more frames follow

@@ -65,7 +65,7 @@ class Monitor:
         self._name = name
         self.place = name(launch.rank)  # in messages
         self.before_end: Callable[[str], None] = lambda error: None  # in another thread, just before end; has _SAVE_S
-        self.predicted_s: Callable[[], float] = lambda: 0.0  # that the longest batch in flight is predicted to take
+        self.predicted_s: Callable[[], float] = float  # that the longest batch in flight is predicted to take
         self.waits_for: Callable[[], str | None] = lambda: None  # what of other ranks; None while this one computes
         self.computing = threading.main_thread()  # what computes
         self.describe: Callable[[], str] = str  # what this rank works on, for the log, when a rank is behind
@@ -167,6 +167,7 @@ class Monitor:
         if self._talker is not None:
             self._talker.join(_STORE_S)  # one that is in C++ when the interpreter ends aborts the process
         atexit.unregister(self._at_exit)
+        self.describe, self.waits_for, self.predicted_s = str, str, float  # what these ask holds this, in a circle
 
     def _wait(self, is_over: Callable[[], bool], limit_s: float) -> None:
         """Let the other threads do their work, while there is someone to talk with."""

@@ -5,11 +5,13 @@ it sees the environment that torchrun would set.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
@@ -141,7 +143,8 @@ def serve(folder: Path, options: dict[str, Any], *calls: tuple[Any, Any]) -> Ser
     with LLM(folder, **options) as llm:
         outputs = [output for call in calls for output in llm.generate(*call)]
         check_free(llm)
-        recorder = llm._open_role.runner.recorder
+        recorder, runner = llm._open_role.runner.recorder, weakref.ref(llm._open_role.runner)
+    assert runner() is None, "what a closed LLM held is free at once, not when garbage is collected"
     return Served(outputs, sum(batch.num_tokens for batch in recorder.take()))
 
 
@@ -154,6 +157,7 @@ def _live(pipe: Connection) -> None:
     """A worker's life, which ends without a word when its owner has gone, or is about to."""
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR2)
+    gc.freeze()
     with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             function, args, environment = pipe.recv()
@@ -163,4 +167,5 @@ def _live(pipe: Connection) -> None:
                 _destroy_all()  # the next job may have another world size, which no program of torchrun's ever sees
             except BaseException:
                 answer = (False, traceback.format_exc())
+            gc.collect()  # of each process group that is left, gloo wakes a thread a hundred times a second
             pipe.send(answer)
