@@ -87,6 +87,8 @@ class RankHandle(AbstractContextManager["RankHandle"]):
                 self.engine.end(list(self.engine.live))
             self.part.stop()  # where rank 0 drives the engine the others first follow it to its end
         self.runner.drop_graphs()
+        if self.runner.device.type == "cuda":
+            torch.cuda.synchronize(self.runner.device)  # what it still sends is freed with this
         if self.tokenizer is not None:
             self.tokenizer.close()
 

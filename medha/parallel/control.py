@@ -196,8 +196,7 @@ def _decoded(group: dist.ProcessGroup, line: Line | None) -> Iterator[Message]:
         return post_receive(torch.empty(FRAME_INTS, dtype=torch.int32, device="cpu"), 0, group, 0)
 
     posted = deque(post() for _ in range(_POSTED))
-    parts: list[npt.NDArray[np.int32]] = []
-    kind = ""
+    parts, kind = list[npt.NDArray[np.int32]](), ""
     while kind != "stop":
         buffer = posted.popleft()()
         size, continues = buffer[:_FRAME_HEADER].tolist()
