@@ -137,7 +137,7 @@ def _run(path: Any, options: Any, measure: Callable[..., Report | None], shows: 
 @cache
 def _verbs(are_micro: bool) -> dict[str, tuple[str, str]]:
     """Of each verb, of ``bench`` or of ``bench micro``, its module and what the list of verbs says."""
-    texts = {path.stem: path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))}
+    texts = {path.stem: path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("[a-z]*.py"))}
     lines = ((module, *line) for module, text in texts.items() for line in _VERB.findall(text))
     return {name: (module, said) for module, its, name, said in lines if bool(its) == are_micro}
 

@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,8 +87,9 @@ class RankHandle(AbstractContextManager["RankHandle"]):
                 self.engine.end(list(self.engine.live))
             self.part.stop()  # where rank 0 drives the engine the others first follow it to its end
         self.runner.drop_graphs()
-        if self.runner.device.type == "cuda":
-            torch.cuda.synchronize(self.runner.device)  # what it still sends is freed with this
+        if self.runner.device.type == "cuda":  # what it still sends is freed with this
+            with suppress(RuntimeError):  # of a device that has failed, which somebody else tells
+                torch.cuda.synchronize(self.runner.device)
         if self.tokenizer is not None:
             self.tokenizer.close()
 

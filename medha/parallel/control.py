@@ -163,8 +163,7 @@ class ControlReceiver(Generic[T]):
     def __init__(
         self, group: dist.ProcessGroup, prepare: Callable[[Message], T], line: Line | None = None, in_turn: bool = False
     ) -> None:
-        self._prepare = prepare
-        self._messages = _decoded(group, line)
+        self._prepare, self._messages = prepare, _decoded(group, line)
         self._in_turn = in_turn and line is not None
         self.arrived: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()  # messages that are here and prepared
         if in_turn and line is not None:

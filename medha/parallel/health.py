@@ -167,7 +167,8 @@ class Monitor:
         if self._talker is not None:
             self._talker.join(_STORE_S)  # one that is in C++ when the interpreter ends aborts the process
         atexit.unregister(self._at_exit)
-        self.describe, self.waits_for, self.predicted_s = str, str, float  # what these ask holds this, in a circle
+        # What these ask holds this, in a circle.
+        self.describe, self.waits_for, self.predicted_s = str, lambda: None, float
 
     def _wait(self, is_over: Callable[[], bool], limit_s: float) -> None:
         """Let the other threads do their work, while there is someone to talk with."""
