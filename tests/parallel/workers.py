@@ -5,7 +5,6 @@ it sees the environment that torchrun would set.
 """
 
 import faulthandler
-import gc
 import multiprocessing
 import os
 import signal
@@ -157,7 +156,6 @@ def _live(pipe: Connection) -> None:
     """A worker's life, which ends without a word when its owner has gone, or is about to."""
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR2)
-    gc.freeze()
     with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             function, args, environment = pipe.recv()
@@ -167,5 +165,4 @@ def _live(pipe: Connection) -> None:
                 _destroy_all()  # the next job may have another world size, which no program of torchrun's ever sees
             except BaseException:
                 answer = (False, traceback.format_exc())
-            gc.collect()  # of each process group that is left, gloo wakes a thread a hundred times a second
             pipe.send(answer)
