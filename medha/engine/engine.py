@@ -434,7 +434,7 @@ class Engine:
     def _retire(self, live: Request) -> None:
         """Hand out the output of a request that has ended."""
         live.emit()
-        del self.live[live.request_id]
+        del self.live[live.request_id], live.sink  # which may know the request
 
     def _release(self, closed: Sequence[int]) -> None:
         """Forget slots whose requests have nothing in flight any more."""

@@ -71,7 +71,7 @@ class BatchBuilder:
         self.preemption = preemption
         self.rows: list[Row] = []
         self.prefers_ring: Callable[[int, int, int, int], bool] = lambda position, q_len, first, count: True
-        self.is_closed: Callable[[int], bool] = lambda group: False
+        self.is_closed: Callable[[BatchBuilder, int], bool] = lambda builder, group: False  # it is not held in a circle
         self.busy_s: Callable[[int], float] = lambda group: 0.0
         self.tokens_left = [config.max_batch_tokens] * memory.num_groups  # tokens that each group may still get
         self.has_chunk = [False] * memory.num_groups  # whether a group has a prefill chunk
@@ -290,7 +290,7 @@ class BatchBuilder:
             num_tried += len(at)
             if may_share:
                 self._queue.found(state, shared.num_tokens(memory.block_size))
-            waits = shared.shards and state.num_left >= least and self.is_closed(at[0])
+            waits = shared.shards and state.num_left >= least and self.is_closed(self, at[0])
             begun = (0, False, True) if waits else self._begin(state, at, shared, most_kv, size, is_whole)
             if q_len := begun[0]:
                 return q_len
@@ -324,7 +324,7 @@ class BatchBuilder:
             if q_len and (q_len == most or len(firsts) == 1):  # nowhere is there room for more
                 self._append_row(state, self._chunk_row(state, q_len))
                 return q_len, True, True
-            has_room |= q_len > 0 or not (most or self.is_closed(first))
+            has_room |= q_len > 0 or not (most or self.is_closed(self, first))
             self.memory.undo_start(state.slot)
             is_open |= most > 0
             if q_len > best:

@@ -114,7 +114,7 @@ class MedhaPacker(Packer):
             favoured = self._make_room(queue, builder)
             self._leave_out_decodes(queue, builder)
         builder.prefers_ring = self._prefers_ring
-        builder.is_closed = partial(self._is_closed, builder, least=self.config.min_chunk)
+        builder.is_closed = partial(self._is_closed, least=self.config.min_chunk)
         builder.busy_s = lambda group: self._groups[group].tick.seconds
         builder.add_decodes()
         before, self._groups, decodes = self._groups, [], len(builder.rows)

@@ -480,7 +480,7 @@ def test_an_id_and_what_was_prepared_are_queued_once(bytes_model: Model, expecte
 @pytest.mark.parametrize("end", ["length", "abort"])
 def test_who_has_ended_is_freed_without_the_garbage_collector(bytes_model: Model, end: str) -> None:
     engine = bytes_model.engine(scheduler="medha", depth=2, prefix_caching=True)
-    gc.disable()
+    gc.collect(), gc.disable()
     for n in (1, 2):
         request = engine.prepare("one", PROMPTS[0], SamplingParams(n=n, max_tokens=NUM_TOKENS))
         engine.add_prepared(request, arrival_s=0.0)
@@ -491,6 +491,7 @@ def test_who_has_ended_is_freed_without_the_garbage_collector(bytes_model: Model
             engine.abort("one")
         assert finish(engine)["one"].outputs[0].finish_reason == end
         assert kept() is None
+    assert not gc.collect(), "nor does a step leave anything to it"
 
 
 def resident_bytes() -> int:
