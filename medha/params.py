@@ -224,8 +224,9 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """Build from a JSON object, whose fields may have the names of :data:`FIELD_ALIASES`."""
-        return cls(**{FIELD_ALIASES.get(name, name): value for name, value in fields.items()})
+        """Build from a JSON object: fields may have the names of :data:`FIELD_ALIASES`, and 4.0 is an integer."""
+        whole = {name: int(its) for name, its in fields.items() if isinstance(its, float) and its.is_integer()}
+        return cls(**{FIELD_ALIASES.get(name, name): value for name, value in {**fields, **whole}.items()})
 
 
 MODEL_DEFAULTS: dict[str, float | None] = {

@@ -238,6 +238,15 @@ def test_default_sampling_params(folder: Path, generation: dict[str, Any] | None
 # -- stream ----------------------------------------------------------------------------------------------------
 
 
+def test_the_last_token_of_a_character_has_its_text(needle: Model) -> None:
+    """It has several, and the model says what was in the prompt; the text is what its tokens' texts are together."""
+    with small(needle) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0)
+        answer = llm.generate("ABCDEFGH漢字🙂ok. end\n zz ABCDEFGH", params)[0].outputs[0]
+    texts = [next(iter(step.values())).decoded_token for step in answer.logprobs or ()]
+    assert texts == ["", "", "漢", "", "", "字", "", "", "", "🙂", "o", "k"] and answer.text == "漢字🙂ok"
+
+
 def test_stream(needle: Model) -> None:
     params = SamplingParams(stop="-am")
     with small(needle) as llm:

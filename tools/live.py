@@ -27,16 +27,12 @@ def random_llama(hf_overrides: str) -> Subject:
 
 
 @contextmanager
-def engines_of(
-    subject: Subject, options: Mapping[str, Mapping[str, Any]], *, longest: int
-) -> Iterator[dict[str, Engine]]:
+def engines_of(subject: Subject, options: Mapping[str, dict[str, Any]], *, longest: int) -> Iterator[dict[str, Engine]]:
     """An engine of the same random Llama for each set of options, for requests of so many tokens."""
     base: dict[str, Any] = {"load_format": "dummy", "prefix_caching": False, "max_model_len": longest}
     base |= {"hf_overrides": subject.overrides(longest)}
     with ExitStack() as stack:
-        yield {
-            name: stack.enter_context(LLM(subject.folder, **{**base, **more})).engine for name, more in options.items()
-        }
+        yield {name: stack.enter_context(LLM(subject.folder, **base | more)).engine for name, more in options.items()}
 
 
 def long_and_short(

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ logger = logging.getLogger("medha")
 Sink = Callable[[RequestOutput], None]
 """Takes the outputs of a request."""
 
+_PART = "\ufffd"  # as which bytes are decoded that are no character yet
 _SUMS = ("num_output_tokens", "num_chunks", "num_preemptions", "num_swaps", "work_lost_s")
 
 
@@ -283,6 +284,10 @@ class Completion:
             self._pieces.append(piece)
 
     def _text_of(self, token_id: int) -> str | None:
+        """Of a token in the place of the last; of those of one character that which ends it has it all."""
         if self.tokenizer is None:
             return None
-        return self.tokenizer.decode([token_id], goes_on=True, skip_special_tokens=False)
+        decode, before = partial(self.tokenizer.decode, goes_on=True, skip_special_tokens=False), self.token_ids[-4:-1]
+        if _PART in (text := decode([token_id])):
+            text = decode([*before, token_id]).rstrip(_PART)[len(decode(before).rstrip(_PART)) :].lstrip(_PART)
+        return text

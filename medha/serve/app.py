@@ -79,6 +79,7 @@ class Front:
         self._metrics = metrics = Metrics(engine, self.models[0])
         self._ignored: set[str] = set()  # names of fields
         self._start_s = int(time.time())
+        self._longest = min(engine.limits.max_model_len, engine.scheduler.memory.max_request_tokens)
         self.service.on_end = metrics.ended
         get, post = partial(self._route, "GET"), partial(self._route, "POST")
         self.app = Starlette(
@@ -275,7 +276,7 @@ class Front:
             prompt["prompt_token_ids"] = prompt.pop("prompt")
         work = partial(tokenise, prompt, engine.tokenizer, engine.limits.vocab_size)
         count, tokens = await self.service.in_thread(prompt, lambda: _listed(work()[1]))
-        return _json({"count": count, "max_model_len": engine.limits.max_model_len, "tokens": tokens})
+        return _json({"count": count, "max_model_len": self._longest, "tokens": tokens})
 
     async def _detokenize(self, request: Request, key: Key) -> Response:
         body, engine = await self._body(request, key), self.service.engine
@@ -290,7 +291,7 @@ class Front:
         return _json({"prompt": await self.service.in_thread(tokens, work)})
 
     def _list_models(self, request: Request, key: Key) -> Response:
-        wanted, length = request.path_params.get("name") or None, self.service.engine.limits.max_model_len
+        wanted, length = request.path_params.get("name") or None, self._longest
         same = {"object": "model", "created": self._start_s, "owned_by": "medha", "root": self.models[0]}
         found = [{"id": one, **same, "max_model_len": length} for one in self.models if wanted in (None, one)]
         if not found:

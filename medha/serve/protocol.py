@@ -246,5 +246,4 @@ def _text(token_id: int, each: Logprob) -> str:
 
 def _chat_logprob(token_id: int, each: Logprob) -> Json:
     token = _text(token_id, each)
-    its_bytes = None if "\ufffd" in token else [*token.encode()]  # a part of a character has none
-    return {"token": token, "logprob": max(each.logprob, _LEAST), "bytes": its_bytes}
+    return {"token": token, "logprob": max(each.logprob, _LEAST), "bytes": [*token.encode()]}

@@ -17,6 +17,7 @@ from medha.errors import ChatTemplateError, ValidationError, not_accepted
 
 _MAX_DEPTH = 64
 _NO_CALLS: tuple[str, list[Any]] = ("tool_calls", [])
+_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # by type, what has it
 _GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
 
 
@@ -77,7 +78,7 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
         copied = {name: value for name, value in copied.items() if value is not None and (name, value) != _NO_CALLS}
         if isinstance(calls := copied.get("tool_calls"), list):
             copied["tool_calls"] = [_with_object(call) for call in calls]
-        content = copied.get("content", "" if copied["role"] == "assistant" else None)
+        content = copied.get("content", "" if copied["role"] in ("assistant", "tool") else None)
         plain.append({**copied, "content": _content_text(content, index)})
     return plain
 
@@ -116,13 +117,13 @@ def check_utf8(text: str, where: str) -> None:
 def _content_text(content: Any, index: int) -> str:
     if isinstance(content, str):
         return content
-    accepted = 'a content that is a str or a list of {"type": "text", "text": str}'
+    accepted = 'a content that is a str or a list of such and of {"type": "text", "text": str}'
     if not isinstance(content, list):
         raise _wrong(f"messages[{index}]", f"has a content of type {type(content).__name__}", accepted)
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise _wrong(f"messages[{index}]", "has a content part of another kind", accepted)
-    return "".join(part["text"] for part in content)
+    texts = [part.get(_PARTS.get(str(part.get("type")))) if isinstance(part, dict) else part for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise _wrong(f"messages[{index}]", "has a content part of another kind", accepted)
+    return "".join(map(str, texts))
 
 
 def _plain_value(value: Any, where: str, depth: int) -> Any:

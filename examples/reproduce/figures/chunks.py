@@ -160,10 +160,7 @@ def run_preemption(options: Options) -> FigureResult:
     on_a100, on_h100 = (timing.stage_predictors(spec, LLAMA_8B, _TP8)[0] for spec in (A100, H100))
     held = {
         f"chunk of {c}, 8 {name}": [predictor.predict([Work(c, n - c, False)]) for n in lengths]
-        for name, predictor, c in (
-            *(("A100s", on_a100, c) for c in (64, 512, 4096)),
-            ("H100s", on_h100, 512),
-        )
+        for name, predictor, c in (*(("A100s", on_a100, c) for c in (64, 512, 4096)), ("H100s", on_h100, 512))
     }
     ring = ContextParallel(A100, LLAMA_8B, cp=8, tp=2)
     whole = [prefill_s(ring, n) for n in lengths]
