@@ -78,11 +78,7 @@ PROMPTS: dict[str, tuple[Any, str, str]] = {
     "tools that are none": ({"messages": [HI], "tools": 5}, "tools", "^tools=5; accepted: a"),
     "message without role": ({"messages": [{"content": "hi"}]}, "messages", "role"),
     "lone surrogate": ("a\ud800", "prompt", "lone surrogate"),
-    "too long": (
-        [1] * 400,
-        "prompt",
-        "^the prompt has 400 tokens; accepted: fewer than max_model_len=400$",
-    ),
+    "too long": ([1] * 400, "prompt", "^the prompt has 400 tokens; accepted: fewer than max_model_len=400$"),
     "larger than the pool": ([1] * 300, "prompt", "^300 prompt tokens and max_tokens=16 need 315 tokens of KV cache;"),
 }
 KINDS = {"too long": ContextLengthError, "larger than the pool": KVCapacityError}

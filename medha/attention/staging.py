@@ -68,11 +68,12 @@ def record_event(device: torch.device, *, timing: bool = False) -> torch.cuda.Ev
 
 @contextmanager
 def beside(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> Iterator[None]:
-    """Within, what is issued goes to ``stream`` and waits for ``after``, not for the compute launched so far; on the
-    CPU, which has neither, nothing changes."""
-    if stream is None or after is None:
+    """Within, what is issued goes to ``stream`` and waits for ``after``, if anything, not for the compute launched so
+    far; on the CPU, which has neither, nothing changes."""
+    if stream is None:
         yield
         return
-    stream.wait_event(after)
+    if after is not None:
+        stream.wait_event(after)
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):  # a stream alone would leave device 0 to a thread
         yield

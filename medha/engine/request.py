@@ -26,7 +26,6 @@ logger = logging.getLogger("medha")
 Sink = Callable[[RequestOutput], None]
 """Takes the outputs of a request."""
 
-_PART = "\ufffd"  # as which bytes are decoded that are no character yet
 _SUMS = ("num_output_tokens", "num_chunks", "num_preemptions", "num_swaps", "work_lost_s")
 
 
@@ -284,10 +283,10 @@ class Completion:
             self._pieces.append(piece)
 
     def _text_of(self, token_id: int) -> str | None:
-        """Of a token in the place of the last; of those of one character that which ends it has it all."""
+        """Of a token in the place of the last; of those of one character, each U+FFFD, that which ends it has it."""
         if self.tokenizer is None:
             return None
         decode, before = partial(self.tokenizer.decode, goes_on=True, skip_special_tokens=False), self.token_ids[-4:-1]
-        if _PART in (text := decode([token_id])):
-            text = decode([*before, token_id]).rstrip(_PART)[len(decode(before).rstrip(_PART)) :].lstrip(_PART)
+        if "\ufffd" in (text := decode([token_id])):
+            text = decode([*before, token_id]).rstrip("\ufffd")[len(decode(before).rstrip("\ufffd")) :].lstrip("\ufffd")
         return text

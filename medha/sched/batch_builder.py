@@ -111,10 +111,11 @@ class BatchBuilder:
                 num_decoding[group] += 1
         shares = [min(-(-n // self._period), left) for n, left in zip(num_decoding, self.tokens_left, strict=True)]
         due = set()
-        # The widest first: one on several groups would wait for ever for narrow ones that come round in turns. But with
-        # overcommit one that finds no block must not take the turn of the oldest, which holds it.
+        # The widest of a class first: one on several groups would wait for ever for narrow ones that come in turns. But
+        # with overcommit one that finds no block must not take the turn of the oldest, which holds it.
         always = oldest(decoding) if self.memory.overcommit and not by_class else None
-        for state, first, count in sorted(placed, key=lambda place: (place[0] is not always, -place[2])):
+        placed.sort(key=lambda its: (its[0] is not always, by_class * its[0].request.priority, -its[2]))
+        for state, first, count in placed:
             groups = range(first, first + count)
             if self.is_due(state) and all(shares[group] > 0 for group in groups):
                 for group in groups:

@@ -46,7 +46,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 
@@ -109,9 +109,8 @@ class MedhaPacker(Packer):
         self._yielders: list[State] = []  # those to which that left too little for a chunk
 
     def fill(self, queue: Queue, builder: BatchBuilder) -> Prediction | None:
-        favoured = []
+        favoured = self._make_room(queue, builder) if self._ranking.by_class else []
         if self._ranking.by_class:
-            favoured = self._make_room(queue, builder)
             self._leave_out_decodes(queue, builder)
         builder.prefers_ring = self._prefers_ring
         builder.is_closed = partial(self._is_closed, least=self.config.min_chunk)
@@ -308,6 +307,7 @@ class MedhaPacker(Packer):
         may_be_long = is_whole or np.count_nonzero(lengths >= self.config.long_threshold) < 2
         if queue.tenants.are_several and len(queue.running) + len(queue.waiting) > self.config.max_num_seqs:
             guarded = guarded & (queue.column("started") | ~queue.are_ahead(self._ranking))  # these take no places
+        guarded = guarded & self._candidates(queue, builder, (), longs=True)  # who has no place would hide others
         rows = sort_rows((queue.column("arrival_s"), queue.column("slot")), first=_FIRST, among=guarded)
         for state in queue.states_of_rows(rows):
             if not state.prefilling or builder.is_held(state) or not builder.has_place(state):
@@ -367,15 +367,18 @@ class MedhaPacker(Packer):
                 return
             self._give(state, queue, builder, may_exceed=False)
 
-    def _candidates(self, queue: Queue, builder: BatchBuilder, tried: Collection[int]) -> Bools:
-        """Which rows may enter the batch: no new ones where all places are taken or nobody of their class may start, no
-        long ones where each group has one, none a second time."""
+    def _candidates(self, queue: Queue, builder: BatchBuilder, tried: Collection[int], longs: bool = False) -> Bools:
+        """Which rows may enter the batch: no new ones where all places are taken or nobody of their class may start, or
+        which gave way to a class above that is not done, no long ones where each group has one, none a second time."""
         may_enter = np.ones(queue.num_prefills, np.bool_)
         if len(queue.running) >= self.config.max_num_seqs:
             may_enter &= queue.column("started")
         elif builder.closed_from < len(PRIORITIES):
             may_enter &= queue.column("started") | (queue.column("priority") < builder.closed_from)
-        if all(group.long_slot is not None for group in self._groups):
+        gave_way = takewhile(lambda state: state.num_preempted, queue.waiting.values())
+        if self._ranking.by_class and (rows := queue.rows_of(state.slot for state in gave_way)):
+            may_enter[rows] &= queue.column("priority")[rows] == queue.column("priority").min()
+        if not longs and all(group.long_slot is not None for group in self._groups):
             may_enter &= queue.column("num_prompt_tokens") < self.config.long_threshold
         may_enter[queue.rows_of(tried)] = False
         return may_enter

@@ -147,7 +147,7 @@ class Queue:
     def are_ahead(self, ranking: Ranking) -> Bools:
         """Which rows wait for those of other tenants."""
         classes = self.column("priority") if ranking.by_class else np.zeros(self.num_prefills, np.int64)
-        return self.tenants.ahead(self.column("tenant"), classes)
+        return self.tenants.ahead(self.column("tenant"), 2 * classes + self.column("relegated"))  # who come last anyway
 
     def mark_guarded(self, now_s: float, patience_s: float) -> None:
         """Note which prefills are late or were passed over for long."""

@@ -74,8 +74,8 @@ class Tenants:
         self._had_s[number] += seconds / self._weight_of[number]
 
     def ahead(self, tenants: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which requests, given by the tenants' numbers, wait for those of others of their class."""
-        had_s, least_s = self._had_s[tenants], np.full(len(PRIORITIES), np.inf)
+        """Which requests, given by the tenants' numbers, wait for those of others of their class (or half a class)."""
+        had_s, least_s = self._had_s[tenants], np.full(2 * len(PRIORITIES), np.inf)
         np.minimum.at(least_s, classes, had_s)
         is_ahead: NDArray[np.bool_] = had_s > least_s[classes] + LEAD_S
         return is_ahead

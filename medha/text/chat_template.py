@@ -115,8 +115,7 @@ def check_utf8(text: str, where: str) -> None:
 
 
 def _content_text(content: Any, index: int) -> str:
-    if isinstance(content, str):
-        return content
+    content = [content] if isinstance(content, str) else content
     accepted = 'a content that is a str or a list of such and of {"type": "text", "text": str}'
     if not isinstance(content, list):
         raise _wrong(f"messages[{index}]", f"has a content of type {type(content).__name__}", accepted)

@@ -82,7 +82,6 @@ def bytes_beside_kv(config: EngineConfig, shard: ModelShard, model: Decoder, bac
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
             _run_step(model, shard, num_tokens, min(num_tokens, scheduler.max_num_seqs))
-            torch.cuda.synchronize(device)
             taken += torch.cuda.max_memory_allocated(device) - before
             torch.cuda.empty_cache()
     except torch.OutOfMemoryError as error:

@@ -11,8 +11,9 @@ All ranks send and receive the messages in one order: request after request, lay
 after piece. So the first that is not over has both its ends waiting for it, and none waits for ever. A rank has a few
 staging buffers, each of a piece of one layer, and as many messages on their way.
 
-On CUDA the copies run on a stream of their own, behind the compute launched before the hand-over was heard of; this has
-not run on a GPU.
+On CUDA the copies run on a stream of their own and wait for no compute: what they send was written before the first
+token, which rank 0 has, and what they write to belongs to nobody in flight. Nor may they wait: a decode rank that loads
+a kernel waits for what it receives, and its sender perhaps for a collective with it. This has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from medha.attention.staging import beside, record_event
+from medha.attention.staging import beside
 from medha.batch import Batch
 from medha.config import ModelConfig, ParallelConfig
 from medha.errors import RankFailedError
@@ -148,11 +149,10 @@ class TransferLine:
             self._runner.slots.prepare(batch.part_of(target))
         parts = parts_of(self._ranks.config, self._shard.whole, held, target)
         pieces = list(pieces_of(parts, self._ranks.rank, self._shard, self._runner.slots, slot))
-        ready = record_event(self._device)
 
         def run() -> None:
             try:
-                self._run(pieces, ready)
+                self._run(pieces)
                 if self._ranks.group == target:
                     self._receipts.send(batch.batch_id, batch.digest(), 0)
             except Exception as error:
@@ -161,10 +161,10 @@ class TransferLine:
         self._lane.submit(run)
 
     @torch.inference_mode()
-    def _run(self, pieces: Sequence[Piece], ready: torch.cuda.Event | None) -> None:
+    def _run(self, pieces: Sequence[Piece]) -> None:
         """Send or receive the messages of one hand-over."""
         posted = deque[tuple[Piece, torch.Tensor, dist.Work]]()
-        with beside(self._stream, ready):
+        with beside(self._stream, None):
             for number, piece in enumerate(pieces):
                 if len(posted) == len(self._buffers):
                     self._end(*posted.popleft())

@@ -177,11 +177,7 @@ def test_hostile_name_in_the_index(tmp_path: Path, file: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [
-        ("[]", "accepted: a JSON object"),
-        ("{}", "weight_map: None"),
-        ('{"weight_map": {}}', "weight_map: {}"),
-    ],
+    [("[]", "accepted: a JSON object"), ("{}", "weight_map: None"), ('{"weight_map": {}}', "weight_map: {}")],
 )
 def test_malformed_index(tmp_path: Path, text: str, reason: str) -> None:
     save_file({"w": torch.zeros(1)}, tmp_path / FILE)

@@ -18,11 +18,7 @@ OPTIONS: dict[str, Any] = {"block_size": 32, "num_kv_blocks": 40, "max_batch_tok
 DOCUMENT, NUM_TOKENS = 700, 6
 Rounds = Sequence[list[tuple[int, int]]]
 """Of the document, and how many tokens of its own each prompt has; a round begins when the one before has ended."""
-ROUNDS: Rounds = (
-    [(700, 20)],
-    [(700, 30), (690, 20), (400, 33), (100, 20), (0, 50)],
-    [(700, 30), (0, 500), (700, 300)],
-)
+ROUNDS: Rounds = ([(700, 20)], [(700, 30), (690, 20), (400, 33), (100, 20), (0, 50)], [(700, 30), (0, 500), (700, 300)])
 RETURNS: Rounds = ([(700, 20)], [(0, 900)], [(0, 850)], [(700, 20)], [(0, 900)], [(700, 60), (700, 60)])
 
 

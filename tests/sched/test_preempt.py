@@ -14,6 +14,7 @@ from medha.batch import Batch
 from medha.config import SchedulerConfig
 from medha.cost.prefill_time import PrefillTimes
 from medha.engine.prefix import PrefixIds
+from medha.params import SLO
 from medha.sched.batch_builder import BatchBuilder
 from medha.sched.decision import SchedulerRequest
 from medha.sched.memory import KVMemory, parts_of
@@ -106,6 +107,14 @@ def test_nobody_gives_way_more_often_than_requests_of_higher_classes_come(num_hi
     counts = Counter(drive.gave_way)
     assert counts.keys() <= {num_high, num_high + 1} and 0 < max(counts.values()) <= num_high
     assert all(drive.first_token_s[job] < high[job].arrival_s + 2.0 for job in range(num_high))
+
+
+@pytest.mark.parametrize("tpot_s", [0.0454, 0.0463, 0.0472])
+def test_a_wide_decode_of_a_lower_class_does_not_take_the_place_of_a_higher_one(tpot_s: float) -> None:
+    """Then it was left out, and both waited for ever: no batch has time for both."""
+    scheduler = new_scheduler(num_blocks=200, num_groups=2, depth=2, max_kv_per_group=1600, quantum_s=0.25)
+    jobs = [Job(0.0, 100, 40, slo=SLO(tpot_s=tpot_s), priority=0), Job(0.0, 3000, 40, priority=1)]
+    assert len(Drive(scheduler, jobs, lambda batch: 0.0).run().token_s[0]) == 40
 
 
 def test_nobody_gives_way_in_vain() -> None:

@@ -145,6 +145,14 @@ def test_a_guarded_prompt_beside_prompts_that_fill_every_batch() -> None:
     assert 0.8 * bound_s < end_s < bound_s
 
 
+def test_a_guarded_prompt_behind_many_that_gave_way() -> None:
+    """They came before, more than a round looks at, and do not start while prompts of the highest class come."""
+    scheduler = new_scheduler(num_blocks=400, max_prompt_tokens=5000, max_batch_tokens=512)
+    lows, highs = [Job(0.0, 20, 60, priority=3)] * 80, [Job(at, 5000, priority=0) for at in np.arange(1.0, 90.0, 15.0)]
+    jobs = [Job(2.0, 2000), *lows, *highs, *(Job(at, 900) for at in np.arange(2.0, 90.0, 0.6))]
+    assert Drive(scheduler, jobs, None).run().first_token_s[0] < 60.0
+
+
 @pytest.mark.parametrize("options", [{}, {"quantum_s": 0.03}])
 def test_a_guarded_prompt_gets_the_one_place_that_there_is(options: dict[str, Any]) -> None:
     """When a chat leaves it the batch has no decodes, and is longer than those in which the share was owed."""

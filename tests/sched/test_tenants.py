@@ -12,6 +12,7 @@ from tests.sched.virtual import Drive, Job, make_predictor, new_scheduler
 PREDICTOR = make_predictor(max_tokens=2048)
 Load = list[tuple[float, int, str, int]]
 """(arrival, prompt tokens, tenant, class) of requests in order of arrival; each asks for four tokens."""
+RELEGATED = 4  # that class
 
 
 def first_tokens(
@@ -20,7 +21,10 @@ def first_tokens(
     """TTFT by index of those that have a first token by then, on a virtual clock."""
     sizes = {"num_blocks": 1 << 17, "max_prompt_tokens": 100_000}
     scheduler = new_scheduler(predictor=PREDICTOR, late_share=late_share, **sizes, **options)
-    jobs = [Job(at_s, tokens, num_new, None, None, order, until_s, tenant) for at_s, tokens, tenant, order in load]
+    its = [
+        (at_s, tokens, num_new, None, None, order % 4, until_s, who, order == 4) for at_s, tokens, who, order in load
+    ]
+    jobs = [Job(*one) for one in its]
     firsts_s = Drive(scheduler, jobs, None).run().first_token_s
     return {index: at_s - load[index][0] for index, at_s in firsts_s.items()}
 
@@ -40,11 +44,15 @@ LONG_FLOOD: Load = [(0.0, 20_000, "a", 2)] * 4
 
 @pytest.mark.parametrize(
     ("flood", "others", "policy"),
-    [(FLOOD, [], "srpt"), (FLOOD, [(0.0, 300, "c", 3)], "srpt"), (LONG_FLOOD, [], "fcfs")],
-    ids=["short", "a third", "long"],
+    [
+        (FLOOD, [], "srpt"),
+        *((FLOOD, [(0.0, 300, "c", last)], "srpt") for last in (3, RELEGATED)),
+        (LONG_FLOOD, [], "fcfs"),
+    ],
+    ids=["short", "a third", "a relegated third", "long"],
 )
 def test_a_flood_of_one_tenant_holds_another_up_by_the_lead_at_most(flood: Load, others: Load, policy: str) -> None:
-    """Also where a third waits in a lower class, and so is served less than both."""
+    """Also where a third comes after both, and so is served less."""
     load = [*flood, *((1.0 + i, 400, "b", 2) for i in range(20)), *others]
     ttfts = first_tokens(load, policy=policy)
     waits = [ttfts[index] for index in range(len(flood), len(flood) + 20)]

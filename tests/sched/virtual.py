@@ -67,6 +67,7 @@ class Job:
     priority: int = 2
     cancel_s: float | None = None
     tenant: str = ""
+    is_relegated: bool = False
 
     @property
     def num_kv_tokens(self) -> int:
@@ -323,7 +324,7 @@ class Drive:
         job, slot = self.jobs[index], next(slot for slot in range(len(self.jobs)) if slot not in self.live)
         prefix = self._prefix(slot, index)
         asked = (job.num_prompt, job.max_new, job.arrival_s, job.slo, job.priority)
-        request = SchedulerRequest(slot, *asked, tenant=job.tenant, prefix=prefix)
+        request = SchedulerRequest(slot, *asked, job.is_relegated, tenant=job.tenant, prefix=prefix)
         admitted = self.scheduler.add(request)
         self.live[slot] = Live(index, request, job.num_prompt)
         for observer in self._observers:
