@@ -50,7 +50,8 @@ class DeviceError(AssertionError):
 
 @dataclass(slots=True)
 class Access:
-    """An operation's use of the bytes [start, end) of some memory; ``tick`` is its number on its stream."""
+    """An operation's use of the bytes [start, end) of some memory; ``tick`` is its number on its stream, ``clock`` what
+    it comes after."""
 
     name: str
     start: int
@@ -58,6 +59,7 @@ class Access:
     writes: bool
     stream: Any = None
     tick: int = 0
+    clock: Clock | None = None
 
 
 class Memory:
@@ -81,6 +83,9 @@ class Op:
     running: Future[None] | None = None
     clock: Clock = field(default_factory=Counter)
     is_done: bool = False
+    late: Callable[[], Iterable[tuple[Any, int, int, bool]]] = (
+        tuple  # more uses, known when it runs: bytes, and if it writes
+    )
 
     @property
     def is_ready(self) -> bool:
@@ -174,19 +179,20 @@ class Device:
             op.clock = stream.clock.copy()
             stream.queue.append(op)
             for memory, use in op.uses:
-                self._note(memory.accesses, replace(use, stream=stream, tick=stream.launched), stream.clock)
+                self._note(memory.accesses, replace(use, stream=stream, tick=stream.launched, clock=op.clock), op.clock)
             op.uses = []  # which would keep the memory
         return op
 
     def _note(self, accesses: list[Access], new: Access, clock: Clock) -> None:
-        """Note a use of some memory, which every conflicting one must come before."""
+        """Note a use of some memory, which every conflicting one must come before, or behind if it was noted late."""
         kept = []
         for old in accesses:
-            meets = old.start < new.end and new.start < old.end
-            if meets and (old.writes or new.writes) and clock[old.stream] < old.tick:
+            meets, is_before = old.start < new.end and new.start < old.end, clock[old.stream] >= old.tick
+            is_behind = None not in (old.clock, new.clock) and old.clock[new.stream] >= new.tick
+            if meets and (old.writes or new.writes) and not (is_before or is_behind):
                 who = new.name if new.stream is None else f"{new.name} on {new.stream}"
                 self.fault("race", f"{who} does not wait for {old.name} on {old.stream}")
-            covered = new.start <= old.start and old.end <= new.end
+            covered = new.start <= old.start and old.end <= new.end and not is_behind
             if not (covered and (new.writes or (old.stream is new.stream and not old.writes))):
                 kept.append(old)
         if new.stream is not None:  # the host is done at once
@@ -229,6 +235,9 @@ class Device:
                 op.running.result()
             elif op.kernel is not None:
                 with torch._C._DisableTorchDispatch(), torch.inference_mode():
+                    for tensor, *its in op.late():
+                        use = Access(op.name, *its, stream, op.clock[stream], op.clock)
+                        self._note(tensor.memory.accesses, use, op.clock)
                     op.kernel()
             op.is_done = True
             return True
@@ -412,7 +421,7 @@ class Graph:
             if memory.graph is not self:
                 is_of_pool = memory.graph is not None and memory.graph.members is self.members
                 self.uses[weakref.ref(memory), use.start, use.end, use.writes] = use, is_of_pool
-        self.ops.append(Op(op.name, op.kernel, elsewhere=op.elsewhere))
+        self.ops.append(Op(op.name, op.kernel, elsewhere=op.elsewhere, late=op.late))
 
     def join(self, stream: Stream, event: Event) -> None:
         """Let a captured stream wait for another, which the capture then includes."""
@@ -449,7 +458,7 @@ class Graph:
             device.push(Op("overwrite", partial(garble_, raw)))
         device.push(Op("replay", lambda: None, uses))
         for op in self.ops:
-            device.push(Op(op.name, op.kernel, elsewhere=op.elsewhere))
+            device.push(Op(op.name, op.kernel, elsewhere=op.elsewhere, late=op.late))
 
     def reset(self) -> None:
         self.ops, self.is_reset = [], True

@@ -39,7 +39,7 @@ class Host:
     num_sms = 4
     capturing = None
 
-    def launch(self, name: str, kernel: Callable[[], Any], reads: Any, writes: Any) -> None:
+    def launch(self, name: str, kernel: Callable[[], Any], *uses: Any, **how: Any) -> None:
         kernel()
 
     def fault(self, kind: str, text: str) -> None:
@@ -137,7 +137,15 @@ def run(
     if device.capturing is not None:
         device.capturing.num_plans[id(made.num_plans)] = made.num_plans, [0]
     raws = [raw(x) for x in (*reads, out, lse)]
-    device.launch(name, lambda: _attend(device, made, mask_mode == 1, sm_scale, raws), reads, writes)
+    late = lambda: _of_pages((k, v), raw(indices)[: int(raw(kv_indptr)[-1])], False)  # noqa: E731
+    others = [x for x in reads if x is not k and x is not v]
+    device.launch(name, lambda: _attend(device, made, mask_mode == 1, sm_scale, raws), others, writes, late=late)
+
+
+def _of_pages(pools: Sequence[Any], pages: torch.Tensor, writes: bool) -> list[tuple[Any, int, int, bool]]:
+    """Uses of some pages of pools."""
+    sizes = [(pool, raw(pool).stride(0) * pool.element_size()) for pool in pools if isinstance(pool, Emulated)]
+    return [(pool, at * size, (at + 1) * size, writes) for pool, size in sizes for at in pages.unique().tolist()]
 
 
 def raw(x: Any) -> Any:
@@ -258,13 +266,17 @@ def append_paged_kv_cache(
     rows, at, pages, starts, _ = map(raw, ints)
     pairs = [(raw(k), raw(k_pages)), (raw(v), raw(v_pages))]
 
-    def kernel() -> None:
+    def targets() -> tuple[torch.Tensor, torch.Tensor]:
         size = k_pages.shape[1]
         entries = starts[rows.long()].long() * size + at
-        for new, pool in pairs:
-            pool[pages[entries // size].long(), entries % size] = new
+        return pages[entries // size].long(), entries % size
 
-    now().launch("append_kv", kernel, (k, v, *ints), (k_pages, v_pages))
+    def kernel() -> None:
+        for new, pool in pairs:
+            pool[targets()] = new
+
+    late = lambda: _of_pages((k_pages, v_pages), targets()[0], True)  # noqa: E731
+    now().launch("append_kv", kernel, (k, v, *ints), late=late)
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
