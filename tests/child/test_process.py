@@ -152,9 +152,7 @@ input()
 
 
 @pytest.mark.parametrize("end", [Child.interrupt, Child.close])
-def test_an_answer_that_is_waited_for_can_be_given_up(
-    echo: Callable[..., Child], end: Callable[[Child], object]
-) -> None:
+def test_an_answer_waited_for_can_be_given_up(echo: Callable[..., Child], end: Callable[[Child], object]) -> None:
     child = echo()
     end(child)  # there is none
     pid = int(child.ask(PID))

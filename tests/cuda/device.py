@@ -50,8 +50,7 @@ class DeviceError(AssertionError):
 
 @dataclass(slots=True)
 class Access:
-    """An operation's use of the bytes [start, end) of some memory; ``tick`` is its number on its stream, ``clock`` what
-    it comes after."""
+    """A use of bytes [start, end) of some memory; ``tick`` is its number on its stream, ``clock`` what comes before."""
 
     name: str
     start: int

@@ -203,20 +203,18 @@ def rmsnorm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
     now().launch("rmsnorm", lambda: to.copy_(_normed(start.float(), scale, eps)), (x, weight), (out,))
 
 
-def fused_add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, enable_pdl: bool
-) -> None:
-    """The sum goes to ``residual``, its norm, from before it is rounded, to ``x``."""
-    _check_16_bits(x, residual, weight)
-    assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape and x.dim() == 2
-    one, other, scale = raw(x), raw(residual), raw(weight)
+def fused_add_rmsnorm(x: torch.Tensor, rest: torch.Tensor, weight: torch.Tensor, eps: float, enable_pdl: bool) -> None:
+    """The sum goes to ``rest``, its norm, from before it is rounded, to ``x``."""
+    _check_16_bits(x, rest, weight)
+    assert x.is_contiguous() and rest.is_contiguous() and x.shape == rest.shape and x.dim() == 2
+    one, other, scale = raw(x), raw(rest), raw(weight)
 
     def kernel() -> None:
         total = one.float() + other.float()
         other.copy_(total)
         one.copy_(_normed(total, scale, eps))
 
-    now().launch("fused_add_rmsnorm", kernel, (x, residual, weight), (x, residual))
+    now().launch("fused_add_rmsnorm", kernel, (x, rest, weight), (x, rest))
 
 
 def silu_and_mul(out: torch.Tensor, gate_up: torch.Tensor, enable_pdl: bool) -> None:

@@ -374,10 +374,8 @@ def test_logprobs_are_those_of_transformers(bytes_model: Model, temperature: flo
         assert [entry.rank for entry in step.values()] == [int((row > row[i]).sum()) + 1 for i in step]
         assert [entry.logprob for entry in step.values()] == pytest.approx(row[list(step)].tolist(), abs=1e-4)
         for i, entry in step.items():  # of a part of a character see test_llm.py
-            alone, whole = (bytes_model.tokenizer.decode([*before, i]) for before in ([], tokens[: len(ranks)]))
-            assert entry.decoded_token == alone or (
-                "\ufffd" in alone and whole.strip("\ufffd").endswith(entry.decoded_token)
-            )
+            alone = bytes_model.tokenizer.decode([i])
+            assert entry.decoded_token == alone or "\ufffd" in alone
         ranks.append(step[token].rank)
     assert max(ranks) > 2 if temperature else max(ranks) == 1
     assert completion.cumulative_logprob == pytest.approx(float(truth[range(8), tokens].sum()), abs=1e-3)
@@ -390,9 +388,7 @@ def test_logprobs_are_those_of_transformers(bytes_model: Model, temperature: flo
 
 @pytest.mark.parametrize(("value", "is_async"), [(torch.nan, False), (torch.nan, True), (torch.inf, False)])
 @pytest.mark.parametrize("index", [0, 2, NUM_TOKENS - 1])
-def test_bad_logits_of_one_request(
-    bytes_model: Model, expected: Tokens, index: int, value: float, is_async: bool
-) -> None:
+def test_bad_logits_of_one(bytes_model: Model, expected: Tokens, index: int, value: float, is_async: bool) -> None:
     runs = []
     for victim in (2, -1):
         with pytest.MonkeyPatch.context() as patch:

@@ -89,9 +89,7 @@ def test_prompt_file_is_one_prompt_to_the_byte(run: Command, tmp_path: Path) -> 
     assert run("--prompt-file", path, "--json").rows[0]["num_prompt_tokens"] == len(ADA)
 
 
-def test_standard_input_and_an_output_that_is_a_pipe(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standard_input_and_output_as_a_pipe(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_with(stdin: Path, *options: str) -> Done:
         with stdin.open() as given, monkeypatch.context() as patch:
             patch.setattr("sys.stdin", given)
@@ -439,9 +437,7 @@ def nobody() -> int:
     return writer
 
 
-def test_what_takes_nothing_behind_stdout_and_stderr(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stdout_and_stderr_that_take_nothing(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk, and nobody. Where there is an output file all answers are in it."""
     ends, several, files = [], ("--prompt", BRUNO), (tmp_path / "one.jsonl", tmp_path / "other.jsonl")
     for names, takes_nothing, *more in (

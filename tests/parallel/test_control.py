@@ -102,9 +102,7 @@ def test_a_flipped_bit_in_the_batch_is_a_divergence(batch: Batch, ids: list[int]
     sent, arrived = (zlib.crc32(part.tobytes()) for part in (np.asarray(batch.to_ints()), ints[5 : 5 + size]))
     with pytest.raises(PlanDivergenceError) as caught:
         decode(ints)
-    assert str(caught.value) == (
-        f"batch {ints[5]}: rank 0 sent a plan with digest {sent:08x}, {arrived:08x} has arrived"
-    )
+    assert str(caught.value) == f"batch {ints[5]}: rank 0 sent a plan with digest {sent:08x}, {arrived:08x} has arrived"
 
 
 # -- beside batches ---------------------------------------------------------------------------------------------

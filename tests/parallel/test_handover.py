@@ -54,9 +54,7 @@ def test_a_decode_rank_holds_all_layers_and_its_share_of_the_heads() -> None:
     config = layout(4, spp=2)
     shards = [ModelShard.at(MODEL, config, rank, torch.float32) for rank in range(config.world_size)]
     assert [shard.layers for shard in shards] == [range(3), range(3, 5), *[range(5)] * 4]
-    assert [(shard.tp, shard.tp_rank, shard.num_kv_heads) for shard in shards[2:]] == [
-        (4, rank, 1) for rank in range(4)
-    ]
+    assert [(one.tp, one.tp_rank, one.num_kv_heads) for one in shards[2:]] == [(4, rank, 1) for rank in range(4)]
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,7 @@ def merge_different_rows(*batches: Batch) -> str:
 ROW = Row(3, 100, 2, False, False, 0, 3)
 
 
-@pytest.mark.parametrize(
-    "other", [Batch(7, (ROW._replace(position=101),)), Batch(8, (ROW,))], ids=["position", "batch"]
-)
+@pytest.mark.parametrize("other", [Batch(7, (ROW._replace(position=101),)), Batch(8, (ROW,))], ids=["place", "batch"])
 def test_other_rows_on_one_rank_are_a_divergence(workers: WorkerPool, other: Batch) -> None:
     """Every rank of the run refuses, and the two of the same mind name the third."""
     same = Batch(7, (ROW, Row(9, 0, 5, False, False, 0, 1)))  # rows of a group alone are not compared

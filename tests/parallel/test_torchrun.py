@@ -61,9 +61,7 @@ def verify(rank: int, arguments: list[str], mutated: bool) -> None:
         ("--kvp 2", "FAIL", {"parity"}),  # what needs no other rank is well
     ],
 )
-def test_verify_says_whether_all_is_well(
-    tmp_path: Path, start: Start, options: str, layout: str, wrong: set[str]
-) -> None:
+def test_verify_says_if_all_is_well(tmp_path: Path, start: Start, options: str, layout: str, wrong: set[str]) -> None:
     report, words = tmp_path / "report.json", options.split()
     arguments = ["--device", "cpu", "--needle-tokens", "256", "--output-json", str(report), *words]
     job = start(prod(map(int, words[1::2])), verify, arguments, bool(wrong))

@@ -21,11 +21,8 @@ def first_tokens(
     """TTFT by index of those that have a first token by then, on a virtual clock."""
     sizes = {"num_blocks": 1 << 17, "max_prompt_tokens": 100_000}
     scheduler = new_scheduler(predictor=PREDICTOR, late_share=late_share, **sizes, **options)
-    its = [
-        (at_s, tokens, num_new, None, None, order % 4, until_s, who, order == 4) for at_s, tokens, who, order in load
-    ]
-    jobs = [Job(*one) for one in its]
-    firsts_s = Drive(scheduler, jobs, None).run().first_token_s
+    its = [(at, tokens, num_new, None, None, order % 4, until_s, who, order == 4) for at, tokens, who, order in load]
+    firsts_s = Drive(scheduler, [Job(*one) for one in its], None).run().first_token_s
     return {index: at_s - load[index][0] for index, at_s in firsts_s.items()}
 
 

@@ -144,9 +144,7 @@ def test_the_timeline_has_stages_and_memory(command: Command, tmp_path: Path) ->
     assert counters == {"KV blocks in use (%)"}
 
 
-def test_the_timeline_is_there_when_stdout_fails(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timeline_is_there_if_stdout_fails(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medha.cli.report.print_report", Mock(side_effect=ConfigError("nobody reads")))
     assert command("simulate", *SMALL, "--timeline", tmp_path / "t.json").code == 2
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]

@@ -260,9 +260,7 @@ def piped(
 
 @pytest.mark.parametrize("system", ["medha", "sarathi", "vllm"])
 @pytest.mark.parametrize(("spp", "num_chunks"), [(1, 5), (2, 1), (3, 7), (4, 32)])
-def test_a_perfect_pipeline_takes_one_step_a_chunk_and_one_a_further_stage(
-    spp: int, num_chunks: int, system: str
-) -> None:
+def test_a_perfect_pipeline_takes_a_step_a_chunk_and_a_further_stage(spp: int, num_chunks: int, system: str) -> None:
     """One prompt alone fills it with the stream only; without, as many as there are stages do, which take turns."""
     for stream, num_prompts in ((True, 1), (False, spp), (False, 1)):
         lengths = np.full(num_prompts, 128 * num_chunks)

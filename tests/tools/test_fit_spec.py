@@ -105,9 +105,7 @@ def test_whether_unshared_heads_split_their_keys_is_seen(tmp_path: Path, factor:
 
 
 @pytest.mark.parametrize(("fast", "factor"), [(False, 2.0), (True, 1.0)])
-def test_sizes_of_messages_are_bytes_where_elements_would_be_too_fast(
-    tmp_path: Path, fast: bool, factor: float
-) -> None:
+def test_sizes_of_messages_are_bytes_where_elements_are_too_fast(tmp_path: Path, fast: bool, factor: float) -> None:
     rows = [("all_gather", 2, 1 << n, (1 << n) / (4e8 if fast else 1e8) + 0.01) for n in range(8, 29)]
     write(tmp_path / "nccl_x.csv", "op_name,num_gpus,message_size,latency", rows)
     ((name, found),) = links(Folders([tmp_path]), "all_gather", 600e9)[2, 2]

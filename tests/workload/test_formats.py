@@ -233,9 +233,7 @@ WRONG: list[tuple[str, str | bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("format", "content", "message"), WRONG, ids=[f"{i}-{case[0]}" for i, case in enumerate(WRONG)]
-)
+@pytest.mark.parametrize(("format", "content", "message"), WRONG, ids=[f"{i}-{its[0]}" for i, its in enumerate(WRONG)])
 def test_wrong_files(tmp_path: Path, format: str, content: str | bytes, message: str) -> None:
     path = write(tmp_path / "in.txt", content)
     named = None if "known format" in message or "is empty" in message else format
