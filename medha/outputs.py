@@ -55,7 +55,7 @@ class Logprob:
 
     logprob: float
     rank: int  # 1 for the likeliest
-    decoded_token: str | None = None  # its text; None without a tokenizer
+    decoded_token: str | None = None  # what it adds to the text; None without a tokenizer
 
 
 @dataclass(slots=True)
