@@ -282,7 +282,7 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
         ("{model} --prompt x --hf-overrides [1]", "ConfigError: hf_overrides"),
         ("{model} --prompt x --journal {tmp}/gone/j", "gone/j: No such file or directory"),
         ("{model} --prompt x --log-level bogus", "ConfigError: log_level='bogus'; accepted: debug, info"),
-        ("{model} --requests {requests} --top-p 7", "ValidationError: top_p=7.0; accepted"),
+        ("{model} --requests {requests} --top-p 7", "ValidationError: top_p=7; accepted"),
         ("{model} --prompt x --max-tokens many", "Invalid value for '--max-tokens': "),
         ("{model} --prompt x -q awq", "ConfigError: -q awq is not among medha's options: quantised"),
         ("{model} --prompt", "--prompt"),

@@ -156,7 +156,7 @@ def hand_over(config: ParallelConfig, requests: Sequence[tuple[Held, int]], num_
                 cache.k[at][tables[-1]], cache.v[at][tables[-1]] = found, -found
         parts = parts_of(config, MODEL, held, target)
         pieces = list(pieces_of(parts, rank, shard, slots, slot))
-        line._lane.submit(partial(line._run, pieces, None))
+        line._lane.submit(partial(line._run, pieces))
         line._lane.submit(partial(reports.append, slot))
     line.close()
     for slot, (held, target) in enumerate(requests):
