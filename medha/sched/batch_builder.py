@@ -51,8 +51,7 @@ class BatchBuilder:
 
     Attributes:
         rows: so far; what else the batch says the memory knows.
-        prefers_ring: whether a chunk of a dealt request, of so many tokens behind a position, first group and number of
-            groups, is rather dealt than gathered.
+        prefers_ring: whether a chunk of a dealt request (position, tokens, first group, groups) is dealt, not gathered.
         is_closed: whether a group surely has no time for a new chunk that is efficient.
         busy_s: predicted seconds of what a group has in the batch by now.
         no_room: least tokens of a request that finds no room in the time that groups have now, by what else decides.
