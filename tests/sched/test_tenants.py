@@ -12,7 +12,7 @@ from tests.sched.virtual import Drive, Job, make_predictor, new_scheduler
 PREDICTOR = make_predictor(max_tokens=2048)
 Load = list[tuple[float, int, str, int]]
 """(arrival, prompt tokens, tenant, class) of requests in order of arrival; each asks for four tokens."""
-RELEGATED = 4  # that class
+RELEGATED = 4  # in place of a class
 
 
 def first_tokens(
@@ -41,11 +41,7 @@ LONG_FLOOD: Load = [(0.0, 20_000, "a", 2)] * 4
 
 @pytest.mark.parametrize(
     ("flood", "others", "policy"),
-    [
-        (FLOOD, [], "srpt"),
-        *((FLOOD, [(0.0, 300, "c", last)], "srpt") for last in (3, RELEGATED)),
-        (LONG_FLOOD, [], "fcfs"),
-    ],
+    [(FLOOD, [], "srpt"), *((FLOOD, [(0.0, 300, "c", n)], "srpt") for n in (3, RELEGATED)), (LONG_FLOOD, [], "fcfs")],
     ids=["short", "a third", "a relegated third", "long"],
 )
 def test_a_flood_of_one_tenant_holds_another_up_by_the_lead_at_most(flood: Load, others: Load, policy: str) -> None:
