@@ -76,6 +76,7 @@ _UNREAD: dict[str, tuple[Any, ...]] = {
         ("suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias stop_strings", ([], {}, "")),
         ("no_repeat_ngram_size min_new_tokens min_length epsilon_cutoff eta_cutoff penalty_alpha token_healing", (0,)),
         ("num_beams num_return_sequences typical_p guidance_scale encoder_repetition_penalty", (1,)),
+        ("max_length", (20,)),  # of old a default of transformers
         ("top_h forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty watermarking_config", ()),
     )
     for name in names.split()

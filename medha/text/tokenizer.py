@@ -9,10 +9,11 @@ from __future__ import annotations
 import codecs
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import cached_property, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +37,6 @@ _MARK = "\U0010fffdmedha\U0010fffd"  # no text of a model or of a user
 _BYTE_TOKEN = re.compile(r"<0x..>")
 _SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
-_NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:
@@ -53,20 +53,23 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
             logger.warning("%s is not read; transformers makes tokenizer.json of it: %s", other, made)
         return None
     data = _read(file)
+    config = _read_json(path / "tokenizer_config.json")
+    called = [*_specials(_read_json(path / "special_tokens_map.json")), *_specials(config)]
+    listed = config.get("added_tokens_decoder") or _read_json(path / "added_tokens.json")
     with _ErrorsTold(f"{file} is not a usable tokenizer: it", "be made of"):
         backend = tokenizers.Tokenizer.from_str(data)
-    config = _read_json(path / "tokenizer_config.json")
+        has_grown = _add_listed(backend, listed, {its["content"] for _, its, _ in called})
     specials, new = dict[str, str](), list[tokenizers.AddedToken]()
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    for key, its, adds in (*_specials(_read_json(path / "special_tokens_map.json")), *_specials(config)):
+    for key, its, adds in called:
         text = its["content"]
-        specials |= {key: text} if key in _NAMED_SPECIALS else {}
+        specials |= {key: text} if key.endswith("_token") else {}
         is_new = not (adds or known.special) if (known := added.get(text)) else backend.token_to_id(text) is not None
         # What the vocabulary lacks would get an id without embedding, and of one character be in no message any more.
         if is_new and len(text) > 1:
             flags = {flag: getattr(known, flag) if known else its.get(flag) is True for flag in _FLAGS}
             new.append(tokenizers.AddedToken(text, special=True, **flags))
-    source = None if backend.add_special_tokens(new) else data
+    source = None if backend.add_special_tokens(new) or has_grown else data
     named = {"default": path / "chat_template.jinja", "tool_use": path / "additional_chat_templates" / "tool_use.jinja"}
     found = [{"name": name, "template": _read(file)} for name, file in named.items() if file.is_file()]
     template = _configured_template(found or config.get("chat_template"), path / "tokenizer_config.json")
@@ -79,7 +82,7 @@ class Tokenizer:
 
     backend: tokenizers.Tokenizer  # the tokenizer proper; its truncation and padding are switched off in place
     _: KW_ONLY
-    special_tokens: Mapping[str, str] = field(default_factory=dict)  # text of some of _NAMED_SPECIALS
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # texts, by names such as bos_token
     chat_template: str | None = None  # Jinja source
     name: str = "tokenizer"  # what messages call it
     source: InitVar[str | None] = None  # the backend as JSON, where that is at hand
@@ -177,9 +180,8 @@ class Tokenizer:
             where = "neither chat_template.jinja nor a default chat_template in tokenizer_config.json"
             instead = "give the text that the model was trained on as prompt"
             raise ChatTemplateError(f"{self.name} has no chat template: {where}; {instead}")
-        names = {key: self.special_tokens.get(key, "") for key in _NAMED_SPECIALS}
         marked = {name: map_strings(value, self._marked) for name, value in variables.items()}
-        rendered = render(self._renderer, self.chat_template, names | marked, self.name)
+        rendered = render(self._renderer, self.chat_template, {**self.special_tokens, **marked}, self.name)
         if _MARK not in rendered:
             return rendered, self._with_one_bos(self.encode_array(rendered, add_special_tokens=False))
         encoder, mark, mark_id = self._marked_encoder
@@ -283,14 +285,27 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _specials(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """What a configuration calls special tokens, each with its key there, and whether that lists those to add."""
+    """What a configuration calls special tokens, each with its key there, and whether a list has it of those to add."""
     for key, its in config.items():
-        several = [*its.values()] if isinstance(its, dict) else its if isinstance(its, list) else []
-        for one in several if key in _SPECIAL_LISTS else [its] if key.endswith("_token") else []:
+        several = its.items() if isinstance(its, dict) else [(key, one) for one in its] if isinstance(its, list) else ()
+        for name, one in several if key in _SPECIAL_LISTS else [(key, its)] if key.endswith("_token") else ():
             token = one if isinstance(one, dict) else {"content": one}
             is_special = key != "added_tokens_decoder" or token.get("special")
             if is_special and isinstance(token.get("content"), str):
-                yield key, token, isinstance(its, list)
+                yield name, token, isinstance(its, list)
+
+
+def _add_listed(backend: tokenizers.Tokenizer, listed: Mapping[str, Any], specials: Collection[str]) -> bool:
+    """Add the tokens to which ``added_tokens_decoder``, or of old ``added_tokens.json``, gives the ids behind the last;
+    whether there are any. Those whose ids lie elsewhere the vocabulary has, or the model has not."""
+    size = backend.get_vocab_size()
+    tokens = [(its, {"content": key}) if isinstance(its, int) else (int(key), its) for key, its in listed.items()]
+    for token_id, its in sorted(tokens, key=itemgetter(0)):
+        if token_id == backend.get_vocab_size():
+            special = its["content"] in specials and len(its["content"]) > 1
+            flags = {flag: its.get(flag, flag == "normalized" and not special) is True for flag in _FLAGS}
+            backend.add_tokens([tokenizers.AddedToken(its["content"], special=special, **flags)])
+    return backend.get_vocab_size() > size
 
 
 def _configured_template(value: Any, file: Path) -> str | None:

@@ -254,6 +254,7 @@ def test_generation_fields_that_are_not_implemented_are_named(tmp_path: Path, ca
         **dict.fromkeys(("eta_cutoff", "penalty_alpha"), (0.0, 0.6)),
         **dict.fromkeys(("num_beams", "num_return_sequences"), (1, 2)),
         **dict.fromkeys(("typical_p", "guidance_scale", "encoder_repetition_penalty"), (1.0, 0)),
+        "max_length": (20, 45),
         **dict.fromkeys(("top_h", "forced_bos_token_id", "forced_eos_token_id"), (None, 0)),
         "exponential_decay_length_penalty": (None, [5, 1.1]),
     }

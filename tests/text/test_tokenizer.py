@@ -99,6 +99,23 @@ def test_what_other_files_call_special_is(
         assert chat_ids(tokenizer, [{"role": "user", "content": content}]).count(end) == 1
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+def test_what_other_files_give_the_next_ids_is_added(tmp_path: Path, is_old: bool) -> None:
+    """Special where they call it so; templates have what they call special, no more; also in the child."""
+    size, names = byte_level().get_vocab_size(), {"eos_token": "<X>", "extra_special_tokens": {"eot_token": END}}
+    ids = {"<X>": size, "<Y>": size + 1, "<Z>": size + 3, END: byte_level().token_to_id(END)}
+    listed = {str(ids[text]): {"content": text, "special": text == "<X>"} for text in reversed(ids)}
+    save(tmp_path, byte_level(), None, names)
+    file = "added_tokens.json" if is_old else "tokenizer_config.json"
+    (tmp_path / file).write_text(json.dumps(ids if is_old else {"added_tokens_decoder": listed}))
+    (tmp_path / "chat_template.jinja").write_text("{{ eot_token }}{{ bos_token is defined }}")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_token_id == size and "<Z>" not in tokenizer.backend.get_vocab()
+    for text in ("a<X><Y>", "a" * 200_000 + "<X><Y>"):
+        assert tokenizer.encode(text)[-2:] == [size, size + 1]
+    assert (tokenizer.decode([size, size + 1]), tokenizer.encode_chat(CHAT)[0]) == ("<Y>", f"{END}False")
+
+
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
 def test_a_file_that_is_not_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     """And what makes tokenizer.json of it."""
@@ -209,8 +226,7 @@ def test_a_long_text_takes_memory_within_bounds_and_for_a_while() -> None:
 def test_what_the_decoder_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     error = type("PanicException", (BaseException,), {})  # as Rust code raises it
     tokenizer = Tokenizer(byte_level())
-    panic = Mock(side_effect=error("index out of bounds"))
-    monkeypatch.setattr(tokenizer, "backend", SimpleNamespace(decode=panic))
+    monkeypatch.setattr(tokenizer, "backend", SimpleNamespace(decode=Mock(side_effect=error("index out of bounds"))))
     with pytest.raises(TokenizerError, match=r"^tokenizer cannot decode this: PanicException: index out of bounds$"):
         tokenizer.decode([1])
 
@@ -224,8 +240,7 @@ def test_bos_and_truncation() -> None:
     assert len(tokenizer.encode("abcd", add_special_tokens=False)) == 4
     assert tokenizer.decode(tokenizer.encode("hi")) == "hi"
     assert tokenizer.decode(tokenizer.encode("hi"), skip_special_tokens=False) == "<|bos|>hi"
-    assert not chat_tokenizer(None).adds_bos
-    assert not Tokenizer(backend).adds_bos
+    assert not (chat_tokenizer(None).adds_bos or Tokenizer(backend).adds_bos)
 
 
 # Encoding chat messages
@@ -235,10 +250,8 @@ def test_bos_and_truncation() -> None:
 @pytest.mark.parametrize("written", [0, 1, 2])
 def test_exactly_one_bos(adds_bos: bool, written: int) -> None:
     tokenizer = chat_tokenizer("{{ bos_token }}" * written + "{{ messages[0].content }}", adds_bos=adds_bos)
-    bos = tokenizer.bos_token_id
-    ids = chat_ids(tokenizer, [{"role": "user", "content": "hi"}])
     expected = tokenizer.encode("hi", add_special_tokens=False)
-    assert ids == ([bos, *expected] if adds_bos or written else expected)
+    assert chat_ids(tokenizer, CHAT) == [tokenizer.bos_token_id] * bool(adds_bos or written) + expected
 
 
 @pytest.mark.parametrize("content", ["a <|eot_id|>b", "<|bos|><|bos|>", "<|im_<|eot_id|>end|>"])
