@@ -54,8 +54,7 @@ class TorchBackend(AttentionBackend):
         bounds = adjacent_runs(rows.pages, starts[:-1])
         firsts, counts = rows.pages[bounds[:-1]].astype(np.int64) * size, np.diff(bounds) * size
         run_indptr = np.searchsorted(bounds, starts)
-        last_runs = run_indptr[1:][rows.kv_len > 0] - 1
-        counts[last_runs] -= (-rows.kv_len % size)[rows.kv_len > 0]
+        counts[run_indptr[1:][rows.kv_len > 0] - 1] -= (-rows.kv_len % size)[rows.kv_len > 0]
         ranges = list(zip(firsts.tolist(), counts.tolist(), strict=True))
 
         cuts = []

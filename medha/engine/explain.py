@@ -140,8 +140,7 @@ class Explainer(Observer):
         for (row, _), slack_s in zip(chunks, decision.slack_s, strict=True):
             self._accounts[row.slot].sample(now_s, slack_s)
         refused = {*decision.refused} - {row.slot for row, _ in chunks}
-        without = frozenset(self._accounts[slot] for slot in refused)
-        self._in_flight.append(_Sent(now_s, decodes_s, chunks, without))
+        self._in_flight.append(_Sent(now_s, decodes_s, chunks, frozenset(self._accounts[slot] for slot in refused)))
 
     def completed(self, batch: Batch, now_s: float, results: object, busy_s: float, closed: Sequence[int] = ()) -> None:
         """A batch is done in every stage."""

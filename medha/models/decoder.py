@@ -127,8 +127,7 @@ def _vocab_parallel_embedding(rows_VD: torch.Tensor, vocab_size: int, shard: Ten
     def embed(ids_T: torch.Tensor) -> torch.Tensor:
         index = ids_T - first
         absent = (index < 0) | (index >= len(rows_VD))
-        out_TD = F.embedding(index.masked_fill(absent, 0), rows_VD)
-        return shard.all_reduce(out_TD.masked_fill_(absent[:, None], 0.0))
+        return shard.all_reduce(F.embedding(index.masked_fill(absent, 0), rows_VD).masked_fill_(absent[:, None], 0.0))
 
     return embed
 

@@ -105,8 +105,7 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out_TNH = attend(*rotate_both(q, k), v)
-        return (self._out or self.o_proj)(out_TNH.flatten(-2))
+        return (self._out or self.o_proj)(attend(*rotate_both(q, k), v).flatten(-2))
 
     def pack_(self, shard: TensorShard | None = None, fused: FusedKernels | None = None) -> None:
         """As :meth:`~medha.models.decoder.Decoder.pack_`."""

@@ -120,8 +120,7 @@ class Account:
             for run in path.blocks(path.start, end):
                 append_extent(runs.setdefault(path.group, []), *run)
         extents = [Extent(slot, *run, group) for group, of_group in runs.items() for run in of_group]
-        ends = [*self.starts[1:], self.hit.num_tokens(block_size)]
-        spans = zip(self.starts, ends, strict=True)
+        spans = zip(self.starts, [*self.starts[1:], self.hit.num_tokens(block_size)], strict=True)
         return extents, [Shared(slot, self.first + i, start, end - start) for i, (start, end) in enumerate(spans)]
 
 

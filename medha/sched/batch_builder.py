@@ -224,8 +224,7 @@ class BatchBuilder:
         may_share, num_cached = not state.has_started and self._may_share(state), state.num_cached
         if not state.has_started:
             hits = self._hits_of(state) if may_share else {}
-            firsts = self._firsts(state, self._most_kv(state))
-            spans = [*hits.items(), *((first, Hit()) for first in firsts)]
+            spans = [*hits.items(), *((first, Hit()) for first in self._firsts(state, self._most_kv(state)))]
         found = ([] if fits(span, ()) else fewest(candidates, partial(fits, span)) for span in spans)
         victims = next((victims for victims in found if victims is not None), [])
         if may_share:
@@ -401,8 +400,7 @@ class BatchBuilder:
             return num_tokens
         if least >= num_tokens or not self._fits(state, least):
             return 0
-        sizes = range(least, num_tokens)
-        return least - 1 + bisect_left(sizes, True, key=lambda size: not self._fits(state, size))
+        return least - 1 + bisect_left(range(least, num_tokens), True, key=lambda size: not self._fits(state, size))
 
     def _fits(self, state: State, q_len: int, gone: Collection[int] = ()) -> bool:
         """Whether a bound request finds memory for a chunk without the slots ``gone``."""

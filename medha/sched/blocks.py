@@ -68,8 +68,7 @@ class BlockPool:
 
     def num_open(self, slot: int) -> int:
         """Free blocks that are promised to nobody else."""
-        promises = (held.end - held.next for other, held in self._holdings.items() if other != slot)
-        return self.num_free - sum(promises)
+        return self.num_free - sum(held.end - held.next for other, held in self._holdings.items() if other != slot)
 
     def allocate(self, slot: int, count: int, *, reserved: int) -> list[Extent]:
         """Give ``slot`` ``count`` more blocks, adjacent to its last ones where possible; in position order.

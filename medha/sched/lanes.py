@@ -136,8 +136,7 @@ class CdspPacker(Packer):
         queue_s = self._queue_s(builder.now_s, factor)
         for group in self._busy():  # a task that should be over and is not will not be for a little while
             queue_s[group] = max(queue_s[group], 2 * _SOON_S)
-        among = ~queue.column("started")
-        rows = queue.order(self._ranking, builder.now_s, factor=factor, first=_FIRST, among=among)
+        rows = queue.order(self._ranking, builder.now_s, factor=factor, first=_FIRST, among=~queue.column("started"))
         for state in queue.states_of_rows(rows):
             if min(queue_s) > _SOON_S:
                 break

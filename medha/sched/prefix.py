@@ -57,8 +57,7 @@ class Chain:
 
     def num_common(self, other: Chain) -> int:
         """Units from the first on that are the same in another."""
-        least = min(len(self), len(other))
-        return bisect_left(range(1, least + 1), True, key=lambda n: self[n] != other[n])
+        return bisect_left(range(1, min(len(self), len(other)) + 1), True, key=lambda n: self[n] != other[n])
 
 
 _Marks = dict[Any, dict[Any, None]]  # slots or paths, by block or id

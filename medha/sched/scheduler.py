@@ -219,8 +219,7 @@ class Scheduler:
     def _slack_s(self, slot: int, now_s: float) -> float:
         """Seconds for which a request can still wait and have its first token in time; inf without a deadline."""
         state = self._queue.waiting.get(slot) or self._queue.running[slot]
-        is_read = state.prefilling and not state.ended
-        left_s = self._queue.work_s(state, self._factor())[1] if is_read else 0.0
+        left_s = self._queue.work_s(state, self._factor())[1] if state.prefilling and not state.ended else 0.0
         return float(state.request.arrival_s + state.deadline_s - now_s - left_s)
 
     def cancel(self, slot: int) -> tuple[int, ...]:

@@ -78,8 +78,7 @@ def _seen(
         else:
             seen += [(low, history, False, table), (high, whole, False, table)]
     q_len, kv_len, causal, pages = zip(*seen, strict=True)
-    of = AttentionRows.of(np.array(q_len), np.array(kv_len), np.array(causal), pages, page_size)
-    return of, page * page_size
+    return AttentionRows.of(np.array(q_len), np.array(kv_len), np.array(causal), pages, page_size), page * page_size
 
 
 def runs_of(firsts: Ints, count: int = 1) -> list[Run]:
