@@ -190,8 +190,7 @@ def test_a_text_goes_on_with_the_prompts(bytes_model: Model) -> None:
     for kind in ("final_only", "delta"):
         params = SamplingParams(max_tokens=3, allowed_token_ids=[4], ignore_eos=True, output_kind=kind)
         engine.add_request(kind, "x", params)
-        text = "".join(output.outputs[0].text or "" for output in drained(engine))
-        assert text == " hello hello hello"
+        assert "".join(output.outputs[0].text or "" for output in drained(engine)) == " hello hello hello"
 
 
 @pytest.mark.parametrize(

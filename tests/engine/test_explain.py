@@ -77,8 +77,7 @@ def play(load: Sequence[Job], *, num_blocks: int = 100, tokens: int = 16) -> Wat
 
 def test_what_runs_beside_and_before_is_named() -> None:
     """Slot 0 decodes, slot 1 reads a prompt, slot 2 arrives in the middle of the second batch."""
-    load = [Job(0.0, 7, 4), Job(0.1, 30, 1), Job(1.5, 14, 1)]
-    explained = play(load, tokens=9).explained[2]
+    explained = play([Job(0.0, 7, 4), Job(0.1, 30, 1), Job(1.5, 14, 1)], tokens=9).explained[2]
     # Half of the second batch, then two whole ones: a decode and eight tokens of slot 1 each. The fifth has the last
     # six of slot 1 beside three of slot 2, and two more are slot 2's alone.
     assert explained.decodes_s == pytest.approx(2.5 / 9)
@@ -91,8 +90,7 @@ def test_what_runs_beside_and_before_is_named() -> None:
 def test_slack_is_sampled_where_it_bends() -> None:
     """It falls by a second a second while a request waits, and by nothing while its own chunks run as predicted."""
     load = [Job(0.0, 600, 1, slo=SLO(9.0)), Job(0.5, 600, 1, slo=SLO(30.0))]
-    sched = new_scheduler(num_blocks=100, policy="fcfs", t_target_s=0.5, depth=1)
-    drive = Watched(sched, load, None).run()
+    drive = Watched(new_scheduler(num_blocks=100, policy="fcfs", t_target_s=0.5, depth=1), load, None).run()
     (at_s, first_s), *_, (end_s, last_s) = drive.explained[0].slack_s
     assert (at_s, end_s) == (0.0, drive.first_token_s[0])
     assert last_s == pytest.approx(9.0 - drive.first_token_s[0])

@@ -107,8 +107,7 @@ def test_what_a_chunk_over_several_groups_is_given_on_top_keeps_the_budget(seed:
     options |= {"late_share": 0.5, "patience_s": 0.5, "min_chunk": 8, "chunk_granularity": 1, "long_threshold": 1000}
     config = SchedulerConfig(policy="fcfs", overcommit=True, **options)
     load = [Job(1.5, 964, 3, 2), Job(0.8, 2499, 4, 1), Job(6.0, 932, 3, 2), Job(6.7, 2467, 4, 2)]
-    played = play({"config": config, "num_groups": 3, "num_blocks": 106, "load": load, "seed": seed})
-    assert played.num_shared
+    assert play({"config": config, "num_groups": 3, "num_blocks": 106, "load": load, "seed": seed}).num_shared
 
 
 # -- order, chunks, refusals ------------------------------------------------------------------------------
@@ -173,8 +172,7 @@ def test_a_refused_request_never_blocks_those_behind_it() -> None:
 def test_a_place_within_its_budget_is_taken_before_one_beyond() -> None:
     """Group 0 has less to read, but a decode whose TPOT leaves no time for a chunk; group 1 reads a long one."""
     scheduler = plain(num_groups=2, max_kv_per_group=32_000, policy="srpt", interactive_share=0.0)
-    alone_s = scheduler.predictor.predict([Work(1, 16, is_decode=True)])
-    add(scheduler, 0, 16, 50, slo=SLO(tpot_s=1.01 * alone_s))
+    add(scheduler, 0, 16, 50, slo=SLO(tpot_s=1.01 * scheduler.predictor.predict([Work(1, 16, is_decode=True)])))
     step(scheduler)
     add(scheduler, 1, 5000)
     step(scheduler)

@@ -62,8 +62,7 @@ def test_no_chunk_is_read_slowly_for_the_sake_of_the_quantum() -> None:
 def test_an_objective_makes_chunks_as_small_as_it_needs(slo: SLO) -> None:
     assert slo.tpot_s is not None
     for position, tokens in chunks_of_one(slo)[1:]:  # the first is beside its prompt
-        alone_s = PREDICTOR.tick().with_chunk(tokens, position)
-        assert alone_s <= slo.tpot_s or tokens <= 64, position
+        assert PREDICTOR.tick().with_chunk(tokens, position) <= slo.tpot_s or tokens <= 64, position
 
 
 def test_decodes_take_their_share_beside_and_without_the_long_prompt_and_no_more() -> None:

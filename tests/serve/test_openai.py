@@ -34,8 +34,7 @@ def test_a_completion(client: openai.OpenAI, bytes_model: Model) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 6, 11)
     assert answer.id.startswith("cmpl-") and answer.object == "text_completion"
     assert [model.id for model in client.models.list()] == ["model"]
-    stopped = client.completions.create(**given, stop=expected.text[:2])
-    assert stopped.choices[0].finish_reason == "stop"
+    assert client.completions.create(**given, stop=expected.text[:2]).choices[0].finish_reason == "stop"
 
 
 def test_several_prompts_with_several_completions(client: openai.OpenAI, bytes_model: Model) -> None:
@@ -122,8 +121,7 @@ def test_top_logprobs_have_the_drawn_token() -> None:
 
 def test_logprobs_of_a_completion_and_of_its_stream(client: openai.OpenAI) -> None:
     given: Any = {"model": "model", "prompt": "hello", "max_tokens": 40, "temperature": 0, "logprobs": 1}
-    answer = client.completions.create(**given)
-    logprobs = answer.choices[0].logprobs
+    logprobs = client.completions.create(**given).choices[0].logprobs
     assert logprobs is not None and logprobs.tokens is not None and logprobs.text_offset is not None
     assert len(logprobs.tokens) == len(logprobs.token_logprobs or ()) == len(logprobs.top_logprobs or ()) == 40
     assert logprobs.text_offset[0] == 0

@@ -59,8 +59,7 @@ def test_bare_it_compares_two_policies(command: Command, monkeypatch: pytest.Mon
 def test_several_systems_and_rates_are_compared(command: Command, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     systems = ("--scheduler", "medha,sarathi", "--scheduler", "orca", "--policy", "edf,fcfs")
-    done = command("simulate", *SMALL, *systems, "--qps", "2,8", "--output-json", out)
-    assert done.code == 0
+    assert command("simulate", *SMALL, *systems, "--qps", "2,8", "--output-json", out).code == 0
     runs = json.loads(out.read_text())["runs"]
     assert [run["label"] for run in runs] == [
         f"{name}, {rate} requests/s" for name in ("edf", "fcfs", "sarathi", "orca") for rate in (2, 8)

@@ -107,8 +107,7 @@ def test_counts_over_time() -> None:
 
 def test_nothing_arrived() -> None:
     empty = synthesize("fixed:5,5", qps=1.0, num_requests=1)[:0]
-    found = Simulation(*REPLICA.build(), empty).run()
-    one = report(SYSTEM, found, alone_seconds(REPLICA, empty.prompt_tokens))
+    one = report(SYSTEM, Simulation(*REPLICA.build(), empty).run(), alone_seconds(REPLICA, empty.prompt_tokens))
     json.dumps(one, allow_nan=False)
     assert (one["num_prompts"], one["slo_attainment"], one["p50_slowdown"]) == (0, None, None)
     assert not one["saturation"]["is_over"]

@@ -52,8 +52,7 @@ def test_what_does_not_fit_is_named_with_numbers() -> None:
 
 
 def test_more_accelerators_a_replica_where_one_is_too_slow() -> None:
-    goal = Goal(4, 30_000, 2.0, 0.1)
-    found = planner(goal).plan()
+    found = planner(Goal(4, 30_000, 2.0, 0.1)).plan()
     best = found[0]
     assert not best["reasons"] and best["layout"]["replicas"] == 2
     assert best["ttft_s"] <= 2.0
