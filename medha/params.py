@@ -224,9 +224,11 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """Build from a JSON object: fields may have the names of :data:`FIELD_ALIASES`, and 4.0 is an integer."""
+        """Build from a JSON object: fields may have the names of :data:`FIELD_ALIASES`, which go before the others, and
+        4.0 is an integer."""
         whole = {name: int(its) for name, its in fields.items() if isinstance(its, float) and its.is_integer()}
-        return cls(**{FIELD_ALIASES.get(name, name): value for name, value in {**fields, **whole}.items()})
+        newer_last = sorted({**fields, **whole}.items(), key=lambda item: item[0] in FIELD_ALIASES)
+        return cls(**{FIELD_ALIASES.get(name, name): value for name, value in newer_last})
 
 
 MODEL_DEFAULTS: dict[str, float | None] = {

@@ -76,14 +76,14 @@ class Timeline:
         self.collect()
         self._gather = tuple
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str | Path) -> None:
         """Write the trace; with several ranks that still run it asks them first."""
         self.collect()
         kept = len(self._parts)
         if kept < self._num_parts:
             what = "batches and points of counters"
             logger.warning("%s holds the newest %d %s; %d are left out", path, kept, what, self._num_parts - kept)
-        write_events(path, self._events())
+        write_events(Path(path), self._events())
 
     def _keep(self, part: _Batch | _Event) -> None:
         self._parts.append(part)
@@ -145,8 +145,7 @@ def write_events(path: Path, events: Iterable[_Event]) -> None:
 
     In pieces, so that the interpreter lock is never held for long: the job that was traced still lives."""
     with path.open("wb") as file, ExitStack() as stack:
-        is_zipped = path.suffix == ".gz"
-        out = stack.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0)) if is_zipped else file
+        out = stack.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0)) if path.suffix == ".gz" else file
         out.write(b'{"traceEvents": [')
         rest, before = iter(events), b""
         while piece := list(islice(rest, _EVENTS_A_PIECE)):

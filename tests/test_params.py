@@ -186,6 +186,7 @@ def test_unknown_name_is_refused(name: str, hint: str) -> None:
         assert hint in str(caught.value)
         assert (caught.value.param, caught.value.value) == (name, value)
     assert SamplingParams.from_dict({"max_completion_tokens": 3.0}) == SamplingParams(max_tokens=3)  # JSON has one type
+    assert SamplingParams.from_dict({"max_completion_tokens": 3, "max_tokens": 5}).max_tokens == 3
     with pytest.raises(ValidationError, match=r"^max_completion_tokens=3; did you mean max_tokens\?$"):
         SamplingParams(max_completion_tokens=3)  # type: ignore[call-arg]
 

@@ -90,8 +90,7 @@ def attention(options: AttentionOptions) -> Report:
         q_TNH = torch.randn(chunk, model.num_heads, model.head_dim, generator=generator, device=device).to(dtype)
         pages = np.arange(-(-kv_len // _BLOCK_SIZE), dtype=np.int32)
         row = AttentionRows.of(np.array([chunk]), np.array([kv_len]), np.array([True]), [pages], _BLOCK_SIZE)
-        plan = backend.plan(row)
-        run = torch.inference_mode()(partial(backend.run, q_TNH, cache.k[0], cache.v[0], plan))
+        run = torch.inference_mode()(partial(backend.run, q_TNH, cache.k[0], cache.v[0], backend.plan(row)))
         return timed(run, device)
 
     yardstick = matrix_product(dtype, device)
@@ -199,8 +198,7 @@ def scheduler(options: SchedulerOptions) -> Report:
         schedule_s, complete_s = np.array(steps).T
         line: Report = {"policy": policy, "waiting": queue.scheduler.num_waiting}
         for call, seconds in {"schedule": schedule_s, "complete": complete_s, "both": schedule_s + complete_s}.items():
-            found = (np.percentile(seconds, [50, 99, 100]) * 1e3).tolist()
-            line[call] = dict(zip(_FIGURES, found, strict=True))
+            line[call] = dict(zip(_FIGURES, (np.percentile(seconds, [50, 99, 100]) * 1e3).tolist(), strict=True))
         results.append(line)
     return {"benchmark": "micro scheduler", "environment": stamp(), "options": asdict(options), "results": results}
 

@@ -167,7 +167,9 @@ def run_app(app: typer.Typer, prog_name: str, arguments: Sequence[str] | None = 
     bound_spinning()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+            stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)  # what comes in its place has its number alone, which it keeps open
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character is no reason to end
     sys.stderr, _ = lossy(sys.stderr)  # nor is a log that nobody takes
@@ -336,13 +338,15 @@ def state_on_signal(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def check_apart(writes: Sequence[Path | None], reads: Sequence[Path | None]) -> None:
-    """Refuse a file that is written twice, or written and read; a device takes everything, and ``-`` is stdin."""
+    """Refuse a file or pipe that is written twice, as stdout is, or written and read; a device takes everything, and
+    ``-`` is stdin or stdout."""
     files = [(path, "is read") for path in reads if path is not None and str(path) != "-"]
+    files.append((Path("/dev/stdout"), "is written too"))
     for path in filter(None, writes):
         is_there = os.path.exists(path)  # Path's own raises where a name is too long, or a folder is closed to us
         for other, what in files:
             is_same = path.samefile(other) if is_there and os.path.exists(other) else path.resolve() == other.resolve()
-            if is_same and (os.path.isfile(path) or not is_there):
+            if is_same and not (is_there and path.is_char_device()):
                 raise ConfigError(f"output file {path} is {other}, which {what}; accepted: another file")
         files.append((path, "is written too"))
 

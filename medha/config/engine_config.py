@@ -92,7 +92,7 @@ class EngineConfig:
     hf_overrides: dict[str, Any] | None = _model(
         None, "JSON object merged over config.json, as '{\"hidden_size\": 64}'.", _MAPPING, kind=str, shown="none"
     )
-    load_format: str = _model("auto", "auto or safetensors, or dummy (random weights).", _FORMAT)
+    load_format: str = _model("auto", "auto or safetensors, or dummy (random, by layout).", _FORMAT)
     seed: int = _model(
         0, "Of dummy weights, and of requests that bring none.", _SEED, read=lambda _, seed: 0 if seed is None else seed
     )

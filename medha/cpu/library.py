@@ -102,7 +102,8 @@ def _name_of_build(compiler: str, flags: tuple[str, ...]) -> str:
     command = [compiler, "--version"]
     version = subprocess.run(command, check=True, capture_output=True, errors="replace", timeout=_BUILD_S).stdout
     facts = Path("/proc/cpuinfo")
-    cpu = next((line for line in facts.open() if line.startswith(("flags", "Features"))), "") if facts.exists() else ""
+    lines = facts.read_text().splitlines(True) if facts.exists() else []
+    cpu = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     sources = (path.read_text() for path in (*_SOURCES, *_HEADERS))
     parts = (*sources, *flags, version, platform.machine(), platform.processor(), cpu)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]

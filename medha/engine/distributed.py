@@ -303,8 +303,7 @@ class Follower:
     def describe(self) -> str:
         """How many messages have come that were not followed, and the last one; for another thread."""
         last = "none" if self._newest is None else f"{self._newest.kind} {dict(self._newest.fields)!r:.200}"
-        num_here = self._receiver.arrived.qsize()
-        return f"{self.ranks.monitor.place}: {num_here} messages are here; last message: {last}"
+        return f"{self.ranks.monitor.place}: {self._receiver.arrived.qsize()} messages are here; last message: {last}"
 
     def follow(self) -> Message:
         """Run batches until a message of another kind comes; returns that message.

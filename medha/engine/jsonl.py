@@ -247,8 +247,9 @@ def read_fields(request_id: str, fields: Mapping[str, Any], defaults: Mapping[st
     ``defaults`` are sampling fields that it need not give. What nobody knows is left out, as is what is None.
     """
     asked = {name: fields[name] for name in UNSUPPORTED_FIELDS if name in fields}
-    names = sorted(_SAMPLING_FIELDS, key=FIELD_ALIASES.__contains__)  # an alias, which is the newer name, goes before
-    asked |= {name: its for name in names if (its := fields.get(name)) is not None and (name, its) != ("seed", -1)}
+    asked |= {
+        name: its for name in _SAMPLING_FIELDS if (its := fields.get(name)) is not None and (name, its) != ("seed", -1)
+    }
     form, prompt, options = prompt_form({name: fields.get(name) for name in (*PROMPT_FORMS, *CHAT_OPTIONS)})
     params = SamplingParams.from_dict({**defaults, **asked})
     slo = None if fields.get("slo") is None else SLO.from_dict(fields["slo"])

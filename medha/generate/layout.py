@@ -63,8 +63,7 @@ def run_dry(config: EngineConfig, console: Console) -> int:
         }
         for rank, shard in enumerate(shards)
     ]
-    title = f"{model.architecture} on {parallel.world_size} rank{'s' * (parallel.world_size > 1)}"
-    print_rows(console, title, rows)
+    print_rows(console, f"{model.architecture} on {parallel.world_size} rank{'s' * (parallel.world_size > 1)}", rows)
     limit = config.max_model_len or model.max_position_embeddings
     most = max(shard.token_bytes for shard in shards)
     if (least := _kv_tokens(config, most)) is not None:

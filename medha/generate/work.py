@@ -64,6 +64,8 @@ def _check_files(given: Mapping[str, Any]) -> None:
     """Refuse files and options that do not go together."""
     output, requests = given["output"], given["requests"]
     check_apart([given[name] for name in ("output", "timeline", "journal")], [given["prompt_file"], requests])
+    if "-" in map(str, (output, given["timeline"], given["journal"])):
+        raise ConfigError("output file -; accepted: another name, or for lines on stdout --json")
     for name in ("overwrite", "resume"):
         if given[name] and output is None:
             raise ConfigError(f"--{name} without --output; accepted: with the file that it is about")

@@ -87,8 +87,7 @@ def next_token_logprobs(config: Mapping[str, Any], weights: Weights, ids: list[i
         y_TD = _norm(x_TD, layer["post_attention_layernorm"], eps)
         gated = F.silu(y_TD @ layer["mlp.gate_proj"].T) * (y_TD @ layer["mlp.up_proj"].T)
         x_TD = x_TD + gated @ layer["mlp.down_proj"].T
-    logits_TV = _norm(x_TD, doubles["model.norm.weight"], eps) @ doubles["lm_head.weight"].T
-    return torch.log_softmax(logits_TV, dim=-1)
+    return torch.log_softmax(_norm(x_TD, doubles["model.norm.weight"], eps) @ doubles["lm_head.weight"].T, dim=-1)
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -74,8 +74,7 @@ class Account:
             path = self.own[-1]
             ends = [end // prefix.unit for end in self.starts[shard + 1 :]]
             done, self.num_units = path.start * size + len(path.ids), min([num_units, *ends])
-            num_blocks = -(-self.num_units // size) - path.start
-            runs = pools[group].runs(slot, path.end - path.start, num_blocks)
+            runs = pools[group].runs(slot, path.end - path.start, -(-self.num_units // size) - path.start)
             prefix.grow(path, [chain[n] for n in range(done + 1, self.num_units + 1)], runs)
 
     def kv_before(self, position: int, group: int) -> int:

@@ -81,8 +81,7 @@ class BatchBuilder:
         self._leaders: list[State] | None = None  # prefills that others may wait for, at the first question
         self._queue = queue = preemption.queue
         # Over how many batches the decodes are dealt. Where few decode and nobody prefills, a stage would only wait.
-        is_for_decodes = not queue.num_prefills
-        self._period = max(1, min(config.period, len(queue.decoding))) if is_for_decodes else config.period
+        self._period = max(1, min(config.period, len(queue.decoding))) if not queue.num_prefills else config.period
 
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""
@@ -450,8 +449,7 @@ class BatchBuilder:
             return True
         if not self.memory.overcommit or not (row.is_decode or state is oldest(self._queue.running.values())):
             return False
-        candidates = self.preemption.by_loss(state)
-        victims = fewest(candidates, lambda gone: self.memory.can_take(row, gone=gone))
+        victims = fewest(self.preemption.by_loss(state), lambda gone: self.memory.can_take(row, gone=gone))
         self.preemption.preempt(victims or [], self.now_s)
         return victims is not None
 

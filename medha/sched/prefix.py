@@ -348,8 +348,7 @@ class PrefixCache:
         is among those whose end may go."""
         while path.ids and self._known[path.root].get(path.ids[-1]) is not path:
             path.ids.pop()
-        num_named = -(-len(path.ids) // self.units_per_block)
-        end = max([path.held, *path.children, min(path.start + num_named, path.end)])
+        end = max([path.held, *path.children, min(path.start + -(-len(path.ids) // self.units_per_block), path.end)])
         self.num_idle[path.group] -= path.end - end
         for run in path.blocks(end, path.end):
             self.pools[path.group].free(*run)

@@ -51,7 +51,7 @@ def serve(
     max_body_bytes: Annotated[int, _option(help="Of a request.", min=1)] = 128 << 20,
     max_concurrent: Annotated[int, _option(help="Requests open at once.", min=1)] = 4096,
     max_connections: Annotated[int, _option(help="At once.", min=1)] = 8192,
-    shutdown_timeout: Annotated[float, _option(help="Seconds for running requests after a signal.", min=0)] = 30.0,
+    shutdown_timeout: Annotated[float, _option(help="Seconds for running requests after a signal.", min=0)] = 25.0,
     stall_timeout: Annotated[float, _option(help="Seconds without a batch after which it ends.", min=1)] = 600.0,
     ssl_keyfile: Annotated[Path | None, _option(help="TLS.")] = None,
     ssl_certfile: Annotated[Path | None, _option(help="TLS.")] = None,

@@ -53,8 +53,7 @@ def attention_rows(backend: AttentionBackend, device: torch.device, dtype: torch
             rows, extents = slice(*bounds), (*ranges, (0, 0))  # one at least, as nothing has no dtype
             index_S = torch.cat([torch.arange(first, first + count, device=device) for first, count in extents])
             want_out, want_lse = dense_attention(q_TNH[rows], k_PKH[index_S], v_PKH[index_S], causal=causal)
-            finite = want_lse.masked_fill(want_lse == -torch.inf, 0.0)
-            lse_most = lse_limit(finite, dtype, backend.name)
+            lse_most = lse_limit(want_lse.masked_fill(want_lse == -torch.inf, 0.0), dtype, backend.name)
             errors["output"].append((largest_error(out_TNH[rows], want_out), out_limit(want_out, dtype)))
             errors["log-sum-exp"].append((largest_error(lse_TN[rows], want_lse), lse_most))
     for name, figures in errors.items():

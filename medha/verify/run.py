@@ -18,6 +18,7 @@ from rich.console import Console
 from medha.attention.interface import LayerShape
 from medha.cli.command import FAILED_REQUESTS, first_interrupt, ignore_signals
 from medha.cli.report import deliver, stamp
+from medha.errors import is_interrupt
 from medha.models.needle import write_needle
 from medha.models.reference import random_weights, write_checkpoint
 from medha.parallel.health import failures_named
@@ -67,7 +68,7 @@ def run_and_report(setting: Setting, launch: Launch | None, output_json: Path | 
             try:
                 run_checks(setting, launch, add, show)
             except BaseException as error:
-                if rows:
+                if rows and not is_interrupt(error):
                     rows.append(failed(f"after {rows[-1].check}", error))
                 raise
     except BaseException:

@@ -152,8 +152,7 @@ def _draw(logits_DV: torch.Tensor, slots: Sequence[SlotSampling], indices: Seque
         return likeliest_D
 
     tops = [p.top_k if p.top_k and 0 < p.top_k < num_tokens else num_tokens for p in wanted]
-    numbers = uniforms([slot.seed for slot in slots], indices)
-    rows = zip(wanted, tops, numbers, strict=True)
+    rows = zip(wanted, tops, uniforms([slot.seed for slot in slots], indices), strict=True)
     table = [(p.is_greedy, 1.0 if p.is_greedy else p.temperature, top, p.top_p, p.min_p, u) for p, top, u in rows]
     (columns,) = to_device([np.array(table, np.float64).T[:, :, None]], device)
     greedy_D1, temperature_D1, top_k_D1, top_p_D1, min_p_D1, uniform_D1 = columns

@@ -67,6 +67,7 @@ def convert(
     """Write a trace in medha's format. --request-rate scales its arrivals, or draws them where it has none."""
     from medha.workload.synth import retimed
 
+    check_apart([target], [source])
     reading = _read(source, from_format, _ignored if skip_invalid else None)
     if from_zero:
         reading = reading._replace(trace=reading.trace.from_zero())

@@ -109,8 +109,7 @@ class TokenTimes:
     @property
     def tpot_s(self) -> Floats:
         """Mean time between tokens of each request, NaN for one that did not finish or of one token."""
-        count = np.where(self.num_tokens > 1, self.num_tokens - 1.0, np.nan)
-        return (self.finish_s - self.first_token_s) / count
+        return (self.finish_s - self.first_token_s) / np.where(self.num_tokens > 1, self.num_tokens - 1.0, np.nan)
 
     @property
     def e2el_s(self) -> Floats:

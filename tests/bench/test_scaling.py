@@ -59,8 +59,7 @@ def test_usage_counts_idle_time_and_leaves_out_the_filling_and_groups_without_wo
     found = usage([first, second])
     assert (found["busy_s"], found["bubble"]) == ([3.0, 3.0], pytest.approx(1 / 3))
     assert (found["transfer_wait_s"], found["control_wait_s"]) == (0.5, 0.25)
-    busy = RankRecords(0, 0, 0, (batch(0, 0.0), batch(1, 1.0)))
-    found = usage([busy, RankRecords(1, 0, 0, (), group=1)])
+    found = usage([RankRecords(0, 0, 0, (batch(0, 0.0), batch(1, 1.0))), RankRecords(1, 0, 0, (), group=1)])
     assert (found["busy_s"], found["bubble"]) == ([2.0, 0.0], 0.5)
 
 

@@ -134,8 +134,7 @@ def test_figures_of_the_convoy() -> None:
     goal = SLO(ttft_s=1.0)
     shorts = [Outcome(f"short-{at}", 9, 1, 0.0, 0.0, at, (), at, slo=goal) for at in (0.5, 2.0)]
     lost = Outcome("short-2", 9, 0, 0.0, None, None, (), 1.0, error="DeadlineError", slo=goal)
-    long = Outcome("long-0", 99, 2, 0.0, 0.0, 4.0, (0.5,), 4.5)
-    found = convoy_figures(Served((long, *shorts, lost), 5.0))
+    found = convoy_figures(Served((Outcome("long-0", 99, 2, 0.0, 0.0, 4.0, (0.5,), 4.5), *shorts, lost), 5.0))
     assert (found["failed"], found["short"]["failed"], found["short"]["completed"]) == (1, 1, 2)
     assert found["short"]["median_ttft_ms"] == 1250.0 and found["short"]["slo_attainment"] == pytest.approx(1 / 3)
     assert (found["long"]["mean_ttft_ms"], found["long"]["p99_tpot_ms"]) == (4000.0, 500.0)

@@ -279,6 +279,8 @@ NO_CUDA = pytest.mark.skipif(medha.engine.build.torch.cuda.is_available(), reaso
             "ConfigError: --overwrite and --resume given",
         ),
         ("{model} --prompt x --output {tmp}/o --timeline {tmp}/./o", "which is written too"),
+        ("{model} --prompt x --output /dev/stdout", "/dev/stdout, which is written too"),  # a file or a pipe
+        ("{model} --prompt x --journal -", "ConfigError: output file -; accepted: another name"),
         ("{model} --prompt x --hf-overrides [1]", "ConfigError: hf_overrides"),
         ("{model} --prompt x --journal {tmp}/gone/j", "gone/j: No such file or directory"),
         ("{model} --prompt x --log-level bogus", "ConfigError: log_level='bogus'; accepted: debug, info"),

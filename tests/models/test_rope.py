@@ -32,8 +32,7 @@ def test_chunks_of_any_size_agree_to_the_bit(start: int, pieces: list[int], head
     inv_freq = inverse_frequencies(RopeConfig(theta=500000.0), head_dim)
     positions = torch.arange(start, start + sum(pieces))
     whole = cos_sin(positions, inv_freq, 1.1)
-    parts = [cos_sin(piece, inv_freq, 1.1) for piece in positions.split(pieces)]
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(torch.cat([cos_sin(piece, inv_freq, 1.1) for piece in positions.split(pieces)]), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -194,8 +194,7 @@ def reports(draw: st.DrawFn) -> tuple[StepResult, list[SlotSampling]]:
         given_num = 0 if num is None else draw(st.integers(1, 1 + num))  # fewer where the vocabulary is smaller
         entries = tuple(draw(st.lists(entry, min_size=given_num, max_size=given_num)))
         sampled.append(Sampled(draw(IDS), finite, None if num is None or not finite else entries))
-    rows = tuple(Row(i, 5, 1, True, True) for i in range(len(wanted)))
-    return StepResult(rows, sampled, draw(FLOATS)), slots
+    return StepResult(tuple(Row(i, 5, 1, True, True) for i in range(len(wanted))), sampled, draw(FLOATS)), slots
 
 
 @given(reports())

@@ -269,8 +269,7 @@ def on_ranks(workload: Workload, config: ParallelConfig, limits: Buffers, transp
             follower.call("generate", list)
             follower.stop()
             return
-        sender = ControlSender(ranks.control_group, range(1, config.world_size))
-        driving = DrivingRunner(runner, ranks, sender)
+        driving = DrivingRunner(runner, ranks, ControlSender(ranks.control_group, range(1, config.world_size)))
         engine = toy_engine(driving, workload, config)
 
         def generate() -> list[RequestOutput]:
@@ -422,8 +421,7 @@ def test_no_message_grows_with_a_prompt(layout: ParallelConfig, monkeypatch: pyt
 def test_a_group_that_a_batch_does_not_concern_does_nothing(layout: ParallelConfig) -> None:
     """A request that fits one group: the ranks of the others read messages, are told its tokens as it may grow, and are
     asked for their records."""
-    short = BUSY._replace(arrivals=(Arrival(0, 5, 3),))
-    assert busy_ranks(short, layout) <= set(range(layout.spp * layout.tp))
+    assert busy_ranks(BUSY._replace(arrivals=(Arrival(0, 5, 3),)), layout) <= set(range(layout.spp * layout.tp))
     assert busy_ranks(BUSY, layout) == set(range(layout.world_size))
 
 

@@ -62,8 +62,7 @@ def fails_everywhere(rank: int, model: Path) -> None:
 
 def closes_beside_a_call(rank: int, model: Path) -> None:
     llm = LLM(model, tp=2, **SMALL)
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
-    thread = threading.Thread(target=llm.generate, args=("a", params))
+    thread = threading.Thread(target=llm.generate, args=("a", SamplingParams(max_tokens=60, ignore_eos=True)))
     thread.start()
     if rank == 0:
         time.sleep(0.1)

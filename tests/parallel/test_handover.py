@@ -154,16 +154,14 @@ def hand_over(config: ParallelConfig, requests: Sequence[tuple[Held, int]], num_
             for at, layer in enumerate(shard.layers):
                 found = values(layer, heads, group, range(count), slot)
                 cache.k[at][tables[-1]], cache.v[at][tables[-1]] = found, -found
-        parts = parts_of(config, MODEL, held, target)
-        pieces = list(pieces_of(parts, rank, shard, slots, slot))
+        pieces = list(pieces_of(parts_of(config, MODEL, held, target), rank, shard, slots, slot))
         line._lane.submit(partial(line._run, pieces))
         line._lane.submit(partial(reports.append, slot))
     line.close()
     for slot, (held, target) in enumerate(requests):
         if group == target:
             for layer in shard.layers:
-                parts_TKH = [values(layer, heads, source, range(count), slot) for source, count in held]
-                whole = torch.cat(parts_TKH)
+                whole = torch.cat([values(layer, heads, source, range(count), slot) for source, count in held])
                 assert torch.equal(cache.k[layer][tables[slot]], whole), (layer, slot)
                 assert torch.equal(cache.v[layer][tables[slot]], -whole), (layer, slot)
     own = {token for table in tables for token in table}

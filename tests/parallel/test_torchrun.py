@@ -151,8 +151,7 @@ def test_own_ranks_end_with_the_first(
 ) -> None:
     output = tmp_path / "out.jsonl"
     rows = [{"id": "a", "prompt": PROMPT}, {"id": "b", "prompt": "x", "max_tokens": 4000, "ignore_eos": True}]
-    requests = write_lines(tmp_path / "requests.jsonl", *rows)
-    files = ["--requests", str(requests), "--output", str(output)]
+    files = ["--requests", str(write_lines(tmp_path / "requests.jsonl", *rows)), "--output", str(output)]
     job = start(1, without_launcher, [*OWN_RANKS, str(needle.folder), *files])
     (process,) = job.processes
     wait_until(lambda: process.exitcode is not None or (output.exists() and output.stat().st_size))

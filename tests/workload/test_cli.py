@@ -1,6 +1,8 @@
 """``medha trace``."""
 
 import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from medha.workload import cli
 from medha.workload.formats import FORMATS
 from medha.workload.io import read_trace
 from medha.workload.synth import ARRIVALS, named_lengths
-from tests.commands import Command, write_lines
+from tests.commands import ENVIRONMENT, Command, write_lines
 
 VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
 
@@ -67,11 +69,18 @@ def test_lengths_alone_need_a_rate_and_have_no_figures_of_arrivals(trace: Comman
     assert trace("validate", lengths).out == f"{lengths}: 1000 requests of format vidur without arrival times\n"
 
 
+def test_what_is_printed_goes_nowhere_where_stdout_is_closed(tmp_path: Path) -> None:
+    """Least of all into a file that has its number."""
+    command = f"{sys.executable} -m medha trace synth {tmp_path}/x --num-prompts 3 --arrivals at-once >&-"
+    assert subprocess.run(command, shell=True, env=ENVIRONMENT).returncode == 0
+    assert [json.loads(line)["id"] for line in (tmp_path / "x").open()] == ["0", "1", "2"]
+
+
 def test_stats(trace: Command, mooncake: Path) -> None:
     assert trace("stats", mooncake, "--output-json", mooncake.parent / "no" / "x.json").code == 2
     assert "which is read; accepted: another file" in trace("stats", mooncake, "--output-json", mooncake).err
-    done = trace("stats", mooncake, "--output-json", "-")
-    figures = json.loads(done.out)
+    assert "which is read; accepted: another file" in trace("convert", mooncake, mooncake).err
+    figures = json.loads(trace("stats", mooncake, "--output-json", "-").out)
     assert (figures["format"], figures["num_requests"], figures["qps"], figures["gap_cv"]) == ("mooncake", 5, 2.0, 0.0)
     assert list(figures["prompt_tokens"].values()) == [105, 21.0, 1, 21.0, 37.0, 40.6, 41]
     table = " ".join(trace("stats", mooncake).out.split())

@@ -142,8 +142,7 @@ def sharegpt(pairs: list[tuple[str, str]], **dump: Any) -> str:
 
 def test_sharegpt_estimates_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="medha")  # a command line run before may have raised it
-    path = write(tmp_path / "a.json", sharegpt(TURNS, indent=1))
-    reading = read_trace(path)
+    reading = read_trace(write(tmp_path / "a.json", sharegpt(TURNS, indent=1)))
     assert (reading.format, reading.has_arrivals, reading.num_dropped) == ("sharegpt", False, 2)
     assert reading.trace.prompt_tokens.tolist() == [3, 3, 1]
     assert reading.trace.output_tokens.tolist() == [2, 1, 1001]

@@ -14,8 +14,7 @@ from medha.workload.metrics import METRICS, Goodput, Outcome, Served
 
 def outcome(name: str, start_s: float, ttft_s: float | None, itl_s: tuple[float, ...], **other: Any) -> Outcome:
     e2el_s = (ttft_s or 0.0) + sum(itl_s)
-    one = Outcome(name, 10, 1 + len(itl_s), start_s, 0.0, ttft_s, itl_s, e2el_s)
-    return replace(one, **other)
+    return replace(Outcome(name, 10, 1 + len(itl_s), start_s, 0.0, ttft_s, itl_s, e2el_s), **other)
 
 
 OUTCOMES = (
