@@ -297,14 +297,14 @@ def _specials(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], boo
 def _add_listed(backend: tokenizers.Tokenizer, listed: Mapping[str, Any], specials: Collection[str]) -> bool:
     """Add the tokens to which ``added_tokens_decoder``, or of old ``added_tokens.json``, gives the ids behind the last;
     whether there are any. Those whose ids lie elsewhere the vocabulary has, or the model has not."""
-    size = backend.get_vocab_size()
+    size = end = backend.get_vocab_size()  # asked once: it takes long
     tokens = [(its, {"content": key}) if isinstance(its, int) else (int(key), its) for key, its in listed.items()]
     for token_id, its in sorted(tokens, key=itemgetter(0)):
-        if token_id == backend.get_vocab_size():
+        if token_id == end:
             special = its["content"] in specials and len(its["content"]) > 1
             flags = {flag: its.get(flag, flag == "normalized" and not special) is True for flag in _FLAGS}
-            backend.add_tokens([tokenizers.AddedToken(its["content"], special=special, **flags)])
-    return backend.get_vocab_size() > size
+            end += backend.add_tokens([tokenizers.AddedToken(its["content"], special=special, **flags)])
+    return end > size
 
 
 def _configured_template(value: Any, file: Path) -> str | None:
