@@ -297,7 +297,7 @@ def _specials(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], boo
 def _add_listed(backend: tokenizers.Tokenizer, listed: Mapping[str, Any], specials: Collection[str]) -> bool:
     """Add the tokens to which ``added_tokens_decoder``, or of old ``added_tokens.json``, gives the ids behind the last;
     whether there are any. Those whose ids lie elsewhere the vocabulary has, or the model has not."""
-    size = end = backend.get_vocab_size()  # asked once: it takes long
+    size = end = backend.get_vocab_size()
     tokens = [(its, {"content": key}) if isinstance(its, int) else (int(key), its) for key, its in listed.items()]
     for token_id, its in sorted(tokens, key=itemgetter(0)):
         if token_id == end:
