@@ -63,8 +63,9 @@ def requested(given: Mapping[str, Any], config: EngineConfig) -> tuple[list[Arri
 def _check_files(given: Mapping[str, Any]) -> None:
     """Refuse files and options that do not go together."""
     output, requests = given["output"], given["requests"]
-    check_apart([given[name] for name in ("output", "timeline", "journal")], [given["prompt_file"], requests])
-    if "-" in map(str, (output, given["timeline"], given["journal"])):
+    written = [output, given["timeline"], given["journal"]]
+    check_apart(written, [given["prompt_file"], requests])
+    if "-" in map(str, written):
         raise ConfigError("output file -; accepted: another name, or for lines on stdout --json")
     for name in ("overwrite", "resume"):
         if given[name] and output is None:

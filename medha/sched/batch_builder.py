@@ -81,7 +81,7 @@ class BatchBuilder:
         self._leaders: list[State] | None = None  # prefills that others may wait for, at the first question
         self._queue = queue = preemption.queue
         # Over how many batches the decodes are dealt. Where few decode and nobody prefills, a stage would only wait.
-        self._period = max(1, min(config.period, len(queue.decoding))) if not queue.num_prefills else config.period
+        self._period = config.period if queue.num_prefills else max(1, min(config.period, len(queue.decoding)))
 
     def add_decodes(self) -> None:
         """One row for each of :meth:`due_decodes`."""

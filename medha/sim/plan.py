@@ -151,7 +151,7 @@ def _alone(planner: Planner, layout: Layout, replica: Replica, found: Found) -> 
         return _out(found, "context does not fit", text)
     ttft_s, tpot_s = _first_request(outcome)
     if outcome.is_stopped:
-        name, objective_s = ("TTFT", goal.ttft_s) if not ttft_s <= goal.ttft_s else ("TPOT", goal.tpot_s)
+        name, objective_s = ("TPOT", goal.tpot_s) if ttft_s <= goal.ttft_s else ("TTFT", goal.ttft_s)
         text = f"{name} not met, objective {_seconds(objective_s)}; given up after {_seconds(stop_s)}"
         return _out(found, f"{name} above {_seconds(objective_s)}", text, _GIVE_UP)
     found.update(ttft_s=ttft_s, tpot_s=tpot_s)

@@ -134,7 +134,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, in which special-token text becomes control tokens, and perhaps of what the tokenizer
         puts around a sequence, such as BOS."""
-        return [*self.encode_array(text, add_special_tokens=add_special_tokens).tolist()]
+        ids: list[int] = self.encode_array(text, add_special_tokens=add_special_tokens).tolist()
+        return ids
 
     def encode_array(self, text: str, *, add_special_tokens: bool = True) -> npt.NDArray[np.int32]:
         """As :meth:`encode`; other threads run meanwhile, however long the text."""
